@@ -786,10 +786,11 @@ def test_after_a_change_of_threads_a_plan_waits_for_the_cpus_times(driver: Drive
     driver.handle(report(1))
     driver.ask("policy", "deadline")
     driver.ask("threads", "1")
-    assert driver.sent(report(2)) == []
+    assert driver.sent(report(2, measured=None)) == []
     if told:
         driver.handle(cpu_report(2, 10.0, ALL, threads=1))
-        assert len(on_gpu(driver.plan(report(3)).placements)) > 0
+        assert driver.planning._awaits_cpu_times(), "they are taken in once their step was measured"
+        assert len(on_gpu(driver.plan(report(3, measured=2)).placements)) > 0
     else:
         waited = [driver.sent(report(step)) for step in range(3, 3 + CPU_PATIENCE_STEPS)]
         assert waited == [[]] * CPU_PATIENCE_STEPS and not driver.planning._awaits_cpu_times()
@@ -1278,13 +1279,17 @@ def test_the_cpus_times_are_those_of_the_placements_of_their_step(driver: Driver
 
 
 def test_steps_of_a_busy_host_say_nothing_of_others(driver: Driver) -> None:
+    """Nor do the CPU's times, before or after what the trainer has measured."""
     driver.start(policy="fixed", k=0.0)
-    for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 10):
+    for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 16):
+        driver.handle(cpu_report(step, 1e-3, lids=ALL))
         driver.handle(report(step, stall_s=0.0))
     before = driver.profile
     slow = tuple(replace(each, forward_s=1.2, backward_s=1.2) for each in times())
-    for step in range(WARM_UP_STEPS + 10, WARM_UP_STEPS + 15):
+    for step in range(WARM_UP_STEPS + 16, WARM_UP_STEPS + 21):
+        driver.handle(cpu_report(step, 9e-3, lids=(0, 1)))
         driver.handle(report(step, layers=slow, step_s=20.0, stall_s=0.0, starved=1.0))
+        driver.handle(cpu_report(step, 9e-3, lids=(2, 3)))
     assert driver.profile == before
 
 

@@ -38,6 +38,8 @@ class Machine:
     visits: float = 4.4e9
     link: float = 52e9
     cpu_loss: float = 0.2  # beside visits
+    is_flat: bool = False  # the CPU loses that however few visits there are
+    work_loss: float = 0.08  # of the GPU's work, beside visits
     visit_loss: float = 0.4  # beside updates
     others: int = 6 * GB  # what a step takes besides what is placed
     gpu: float = 140e9
@@ -147,7 +149,8 @@ class Run:
         times |= {"cpu_update_s": pace * self.numel / machine.cpu, "visit_s": self.numel / machine.visits}
         layers = tuple(LayerProfile(**one, **times) for one in self.facts)
         real = Real(layers=layers, other_s=0.004, window_bytes=self.table.window_bytes, hold_bytes=self.hold)
-        real.machine, real.of_visits, real.of_streams, real.cpu_loss = machine, visiting, streamed, machine.cpu_loss
+        real.machine, real.of_visits, real.of_streams = machine, visiting, streamed
+        real.cpu_loss, real.work_loss = machine.cpu_loss, machine.work_loss
         return real, simulate(real, of_gpu)
 
     def _measure(self, moved: bool) -> None:
@@ -230,7 +233,10 @@ class Real(Profile):
     def crowding(self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]) -> Crowding:
         there = super().crowding(gpu_lids, visiting, streamed)
         both = bool(self.lids - gpu_lids - visiting)
-        return replace(there, visits=1 + both * self.machine.visit_loss) if visiting else there
+        if not visiting:
+            return there
+        cpu = 1 + both * self.cpu_loss if self.machine.is_flat else there.cpu
+        return replace(there, cpu=cpu, visits=1 + both * self.machine.visit_loss)
 
 
 def require_a_good_plan(run: Run) -> None:
@@ -244,14 +250,14 @@ def require_a_good_plan(run: Run) -> None:
     "machine",
     [
         Machine(work_s=0.45, cap=24 * GB),
-        Machine(work_s=0.9, cap=16 * GB),
-        Machine(work_s=0.9, cap=13 * GB, visits=3.5e9),
+        Machine(work_s=0.9, cap=16 * GB, is_flat=True),
+        Machine(work_s=0.9, cap=13 * GB, visits=3.5e9, work_loss=0.16),
         Machine(work_s=0.9, cap=75 * GB),
         Machine(work_s=1.2, cap=25 * GB, others=7 * GB, host=118 * GB, blocks=24),
         # 10 B parameters, of which a token meets 3 B: the CPU has time for a fifth of them
         Machine(work_s=0.45, cap=139 * GB, others=12 * GB, host=117 * GB, blocks=27, numel=192_000_000),
     ],
-    ids=["24 GB", "16 GB", "13 GB, slow link", "75 GB", "both memories full", "few FLOPs, many states"],
+    ids=["24 GB", "16 GB, a flat loss", "13 GB, slow link", "75 GB", "both memories full", "few FLOPs, many states"],
 )
 def test_plans_settle_soon_and_predict_what_comes(machine: Machine) -> None:
     run = Run(machine, seed=1)
@@ -272,6 +278,19 @@ def test_what_the_cpu_cannot_update_visits_or_is_the_gpus(of_muon: int, others: 
     assert f"the CPU cannot update {of_muon / PIECES:.0%}, which visit" in run.planning.reason
     if of_muon == PIECES:
         require_a_good_plan(run)
+
+
+def test_what_visits_cost_is_learned() -> None:
+    """As on an H100, whose host's memory updates alone use up: what is assumed is half of it, and less."""
+    run = Run(
+        Machine(work_s=0.565, cap=16 * GB, cpu_loss=0.42, work_loss=0.16, others=4 * GB, numel=107_000_000), seed=1
+    )
+    run.steps(60)
+    require_a_good_plan(run)
+    found = run.planning._book.profile()
+    assert found is not None
+    assert found.cpu_loss == pytest.approx(0.42, abs=0.15)
+    assert found.work_loss == pytest.approx(0.16, abs=0.04)
 
 
 #: Of a CPU that other programs use, too: how many times as long as usual its updates take.

@@ -5,9 +5,9 @@
     Verdict ─▶ share of clipped steps ─▶ the mode, with every plan: update ahead of verdicts, or after them
     commands: k, policy, objective, threads ─▶ the next plan at once
 
-Two kinds of steps are not measured. The first step warms up. Steps in which layers moved, or in which their memory was
-prepared or freed, also copy state and keep the driver and the page tables busy. If the number of threads changes in a
-step, its layers' times count, but the step's own times do not.
+Three kinds of steps are not measured. The first step warms up. Steps in which layers moved, or in which their memory
+was prepared or freed, also copy state and keep the driver and the page tables busy. And in some, something else keeps
+the host busy. If the number of threads changes in a step, its layers' times count, but the step's own times do not.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Step:
     streamed: frozenset[int] = frozenset()
     cpu_busy_s: float = 0.0
     updates: dict[int, float] = field(default_factory=dict)  # the CPU's times by LID, until they are taken in
-    is_measured: bool = False
+    is_heeded: bool = False
     moved: bool = False  # layers moved, or their memory was prepared or freed
     threads_changed: bool = False
 
@@ -326,7 +326,6 @@ class Planning:
         if times["visit_s"] and (profile := self._book.profile()) is not None:
             alone = profile.visits_alone(sum(times["visit_s"].values()), *placed)
             times["visit_s"] = {lid: alone * visit_s for lid, visit_s in times["visit_s"].items()}
-        step.is_measured = True
         if step.duration_s is None or step.threads_changed:
             self._heed_updates(step)
             self._book.observe_trainer(**times)
@@ -340,8 +339,10 @@ class Planning:
             visiting=step.visiting,
             streamed=step.streamed,
             crowding=crowding,
+            cpu_update_s=step.updates,
         )
         if not is_usual:
+            step.updates.clear()
             return
         self._heed_updates(step)
         self._book.observe_trainer(**times)
@@ -411,16 +412,18 @@ class Planning:
             threads, since = self._new_threads
             if report.threads != threads and report.step <= since + 1:
                 return
-            self._new_threads = None
         self.threads = report.threads
         step = self._steps[report.step]
         step.cpu_busy_s += report.busy_s
         step.updates |= {update.lid: update.update_s for update in report.updates}
-        if step.is_measured:
+        if step.is_heeded:
             self._heed_updates(step)
 
     def _heed_updates(self, step: _Step) -> None:
-        """Take in the CPU's times as they would be without visits beside them."""
+        """Take in the CPU's times as they would be without visits beside them: now, and those that come later."""
+        step.is_heeded = True
+        if step.updates:
+            self._new_threads = None
         longer = self._crowding(step.gpu_lids, step.visiting, step.streamed).cpu
         times_s, step.updates = {lid: update_s / longer for lid, update_s in step.updates.items()}, {}
         self._book.observe_optimizer(cpu_update_s=times_s)
@@ -726,6 +729,7 @@ class Planning:
             self._steps_s.clear()
             for step in self._steps.values():
                 step.updates.clear()
+                step.threads_changed = True
         self._commanded_threads = threads
         self._new_threads = threads, self._step
         self._steps[self._step + 1].threads_changed = True

@@ -20,13 +20,16 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from statistics import median
+from types import MappingProxyType
 from typing import Final
 
-from hytrain.planner.contention import CPU_LOSS, NEVER, WORK_LOSS, Contention, Crowding, VisitsCost, beside
+from hytrain.planner import contention as costs
+from hytrain.planner.contention import NEVER, Contention, Crowding, VisitsCost, beside
 from hytrain.planner.profile import USUAL_SLACK, LayerFacts, LayerProfile, Profile
 
 WORK: Final = ("forward_s", "backward_s")
 ALONE: Final = Crowding()
+NOTHING: Final[Mapping[int, float]] = MappingProxyType({})
 ROLES: Final = (*WORK, "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s", "visit_s")
 #: The CPU's update rate is proportional to this power of its threads: they share the memory's bandwidth, so twice the
 #: threads give 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
@@ -191,9 +194,13 @@ class MeasurementBook:
         self._contention = Contention()
         self._drag = 0.0  # the drag that the means are corrected for
         # What visits cost the CPU's updates and the GPU's work, and the costs that their means are corrected for.
-        self._for_cpu = VisitsCost(CPU_LOSS, spread=0.2, drift=0.05)
-        self._for_work = VisitsCost(WORK_LOSS, spread=0.1, drift=0.01)
-        self._cpu_loss, self._work_loss = CPU_LOSS, WORK_LOSS
+        self._for_cpu = VisitsCost(
+            costs.CPU_LOSS, spread=costs.CPU_SPREAD, drift=costs.CPU_DRIFT, most=costs.MOST_CPU_LOSS
+        )
+        self._for_work = VisitsCost(
+            costs.WORK_LOSS, spread=costs.WORK_SPREAD, drift=costs.WORK_DRIFT, most=costs.MOST_WORK_LOSS
+        )
+        self._cpu_loss, self._work_loss = costs.CPU_LOSS, costs.WORK_LOSS
         self._lost_s = 0.0  # what the observed step's forward and backward lost to the CPU's updates
         self._kept = 1.0  # the share of its forward and backward without that
         self.activation_bytes = 0  # as last reported
@@ -225,7 +232,7 @@ class MeasurementBook:
         self._rates = replace(self._rates, cpu_update_s=self._rates.cpu_update_s * factor)
 
     def forget_paces(self) -> None:
-        """Visits have begun or ended. What they cost the CPU is assumed, so paces with and without them differ."""
+        """Visits have begun or ended. What they cost the CPU is estimated, so paces with and without them differ."""
         self._updates.clear()
 
     def observe_trainer(self, **times_s: Mapping[int, float]) -> None:
@@ -245,27 +252,25 @@ class MeasurementBook:
         visiting: Set[int] = frozenset(),
         streamed: Set[int] = frozenset(),
         crowding: Crowding = ALONE,
+        cpu_update_s: Mapping[int, float] = NOTHING,
     ) -> bool:
-        """A step's forward and backward together, its stalls and the CPU's updates; call it before `observe_trainer`.
+        """A step's forward and backward together, its stalls and the CPU's updates; call it before the other three.
 
-        Returns whether the step tells of others: if not, `observe_trainer` and `observe_step` should not know of it.
-
-        `starved` is the share of the step in which the device waited for launches. `crowding` is what is known of the
-        step's placements.
+        Returns whether the step tells of others: if not, they should not know of it. `starved` is the share of the step
+        in which the device waited for launches. `crowding` is what updates, visits and copies cost each other with the
+        step's placements, and `cpu_update_s` the time of each layer's update on the CPU.
         """
         whole_s, visits_s = work_s, crowding.beside_work_s
         work_s = max(0.0, whole_s - self._work_loss * visits_s)
         beside_s = beside(work_s, cpu_busy_s, stall_s)
-        is_usual = not self._contention.is_unusual(work_s=work_s, stall_s=stall_s, starved=starved)
-        self._contention.observe(
-            frozenset(gpu_lids), work_s=work_s, stall_s=stall_s, beside_s=beside_s, starved=starved
-        )
         placed = frozenset(gpu_lids), frozenset(visiting), frozenset(streamed)
+        step = {"work_s": work_s, "stall_s": stall_s, "starved": starved}
+        is_usual = not self._contention.is_unusual(placed[0], **step)
+        self._contention.observe(placed[0], beside_s=beside_s, **step)
         if starved <= NEVER and work_s:  # else the work takes longer for another reason
             self._for_work.observe(placed, beside=visits_s / work_s, time_s=whole_s)
-        numel = sum(layer.numel for layer in self._layers if layer.lid not in placed[0] | placed[1])
-        if is_usual and cpu_busy_s and numel:
-            self._for_cpu.observe(placed, beside=crowding.beside_cpu, time_s=cpu_busy_s / numel)
+        if is_usual and (numel := sum(layer.numel for layer in self._layers if layer.lid in cpu_update_s)):
+            self._for_cpu.observe(placed, beside=crowding.beside_cpu, time_s=sum(cpu_update_s.values()) / numel)
         drag, work_loss = self._contention.drag, self._for_work.value
         if abs(drag - self._drag) > CLEAR_DRAG and self._correct_work((drag - self._drag) * beside_s):
             self._drag = drag

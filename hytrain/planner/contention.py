@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from math import inf
 from statistics import fmean, median, median_low, pvariance
 from typing import Final
 
@@ -42,29 +43,36 @@ ENOUGH_SHARES, USUAL_STEPS = 3, 24
 SELDOM: Final = 0.25  # below this share of a step, the device does not count as waiting for launches
 #: The weight that older evidence keeps when new evidence arrives.
 FADING: Final = 0.7
-#: What the last starved share keeps after one step: of one without waiting in which the CPU updates beside at least the
-#: share `MUCH_BESIDE` of the work, and of any other.
+#: What the share of waiting that counts keeps after one step: while half of the last steps had none, although the CPU
+#: updates beside at least `AS_BEFORE` of the work beside which it did in steps with it; and otherwise.
 FORGETTING: Final = (0.95, 0.999)
-MUCH_BESIDE: Final = 0.5
+AS_BEFORE: Final = 0.9
 NEVER: Final = 0.05  # up to this share of a step, the device does not wait at all
+#: While more than this part of the last steps had no waiting, one that has some says nothing of others.
+USUALLY: Final = 1 / 2
 #: Stalls above this fraction of the work make it longer themselves: after a stall, the device has no queued work.
 MUCH_STALL: Final = 0.1
 
 #: By this fraction updates on the CPU take longer while state visits the GPU, until that is known better, and visits
 #: while the CPU updates. Measured on H200 hosts with 14 threads: 5.0 and 4.15 Gparam/s fell to 4.4 and 3.65; visits
-#: fell from 4.8 to 3.3. On an H100's host, whose memory the updates alone use up, the CPU lost 0.42.
+#: fell from 4.8 to 3.3. On an H100's host, whose memory updates alone use up, it was 0.3 to 0.4 for the CPU.
 CPU_LOSS: Final = 0.14
 VISIT_LOSS: Final = 0.45
 #: Forward and backward lose this part of the time in which state visits, until that is known better: the GPU's memory
 #: and its power are shared. Measured on H200s: 0.024 to 0.03 s where visits took 0.36 s, and 8 % of matrix products
 #: beside endless visits. On H100s, whose memory has less bandwidth, it was 0.13.
 WORK_LOSS: Final = 0.08
-#: Losses are learned once a plan was in effect for so many steps, from the last `ENOUGH_AFTER` of them: the first ones
-#: are slower, while the memory of layers that have moved is given back. The share of the time in which state visits
-#: must differ by this much.
+#: By so much the two may differ on another machine; by this fraction, updates and the GPU's work differ between plans
+#: for other reasons; and no visits cost more.
+CPU_SPREAD, CPU_DRIFT, MOST_CPU_LOSS = 0.2, 0.05, 1.0
+WORK_SPREAD, WORK_DRIFT, MOST_WORK_LOSS = 0.1, 0.02, 0.4
+#: They are learned once a plan was in effect for so many steps, from the last `ENOUGH_AFTER` of them: the first ones
+#: are slower, while the memory of layers that have moved is given back. Before the first plan none have. The plan
+#: before may be so many steps ago.
+#: The share of the time in which state visits must differ by this much.
 SETTLED_STEPS: Final = 8
+REMEMBERED_STEPS: Final = 64
 CLEAR_BESIDE: Final = 0.15
-MAX_LOSS: Final = 1.0
 #: Copies make visits longer by no more than this factor: they take turns.
 MOST_PASSING: Final = 3.0
 
@@ -186,27 +194,32 @@ class VisitsCost:
     It may become slower at any time, whatever visits. So what is compared is a plan and the last one before it that was
     in effect for as long, or the first one; one of them has clearly more visits. For other reasons, what it takes
     differs by the fraction `drift` between plans. Until there are two, it is the `usual` fraction, give or take
-    `spread`.
+    `spread`. If they seem to cost less than nothing, or more than `most`, that had another reason.
     """
 
-    def __init__(self, usual: float, *, spread: float, drift: float) -> None:
-        self._usual, self._spread, self._drift = usual, spread, drift
+    def __init__(self, usual: float, *, spread: float, drift: float, most: float) -> None:
+        self._usual, self._spread, self._drift, self._most = usual, spread, drift, most
         self._evidence = _Evidence()
         self.forget_plans()
 
     def forget_plans(self) -> None:
+        """What it takes has changed, for another reason."""
         self._here: _Window | None = None
         self._before: _Window | None = None
+        self._since = 0  # the plan before, in steps
 
     @property
     def value(self) -> float:
-        return min(max(self._evidence.beside(self._usual, self._spread), 0.0), MAX_LOSS)
+        return min(max(self._evidence.beside(self._usual, self._spread), 0.0), self._most)
 
     def observe(self, placed: Hashable, *, beside: float, time_s: float) -> None:
         """What a step with these placements takes. State visits for this share of what it would take alone."""
+        self._since += 1
+        if self._since > REMEMBERED_STEPS:
+            self._before = None
         if self._here is None or self._here.plan != placed:
             if self._here is not None and self._here.count >= (SETTLED_STEPS if self._before else ENOUGH_BEFORE):
-                self._before = self._here
+                self._before, self._since = self._here, 0
             self._here = _Window(placed)
         self._here.add(time_s, beside)
         if self._before is not None and self._here.count == SETTLED_STEPS:
@@ -220,13 +233,13 @@ class VisitsCost:
             return
         longer = here_s / before_s
         more = fmean(here.besides) - longer * fmean(before.besides)
-        if abs(more) < CLEAR_BESIDE:
-            return
-        noise = (here.noise + longer**2 * before.noise) / before_s**2
-        self._evidence.add((longer - 1) / more, more**2 / (noise + 2 * self._drift**2))
+        cost = (longer - 1) / more if abs(more) >= CLEAR_BESIDE else inf
+        if -2 * self._spread <= cost <= self._most:
+            noise = (here.noise + longer**2 * before.noise) / before_s**2
+            self._evidence.add(max(cost, 0.0), more**2 / (noise + 2 * self._drift**2))
 
     def check(self) -> None:
-        assert 0.0 <= self.value <= MAX_LOSS
+        assert 0.0 <= self.value <= self._most
         self._evidence.check()
 
 
@@ -240,7 +253,8 @@ class Contention:
         self._here: _Window | None = None
         self._before: _Window | None = None
         if not only_plans:
-            self._starved = 0.0
+            self._starved = 0.0  # the share of waiting that counts
+            self._then = 0.0  # the share of the work beside which the CPU updated when the device last waited
             self._shares: deque[float] = deque(maxlen=USUAL_STEPS)
             self._evidence = _Evidence()
 
@@ -250,14 +264,17 @@ class Contention:
         spread = TYPICAL_SPREAD * self._starved + LEAST_SPREAD
         return min(max(self._evidence.beside(TYPICAL_DRAG * self._starved, spread), 0.0), MAX_DRAG)
 
-    def is_unusual(self, *, work_s: float, stall_s: float, starved: float) -> bool:
+    def is_unusual(self, gpu_lids: frozenset[int], *, work_s: float, stall_s: float, starved: float) -> bool:
         """Whether the device waited for launches in a step that took longer, as it does not usually: the host is busy.
 
-        Such a step tells nothing of others, until it is a usual one. After a long stall, launches are late anyway.
+        Such a step tells nothing of others, unless there are many. Other plans may make the device wait, and after a
+        long stall, launches are late anyway.
         """
-        if self._here is None or len(self._shares) < ENOUGH_SHARES or stall_s > MUCH_STALL * work_s:
+        here = self._here
+        if here is None or here.plan != gpu_lids or stall_s > MUCH_STALL * work_s or starved <= SELDOM:
             return False
-        return median_low(self._shares) <= NEVER and starved > SELDOM and work_s > median(self._here.times_s)
+        usual = sorted(self._shares)[int(USUALLY * len(self._shares))] if len(self._shares) >= ENOUGH_SHARES else 1.0
+        return usual <= NEVER and work_s > median(here.times_s)
 
     def observe(
         self, gpu_lids: frozenset[int], *, work_s: float, stall_s: float, beside_s: float, starved: float
@@ -268,14 +285,16 @@ class Contention:
         """
         if work_s <= 0.0 or stall_s > MUCH_STALL * work_s:
             return
-        if not self.is_unusual(work_s=work_s, stall_s=stall_s, starved=starved):
+        if not self.is_unusual(gpu_lids, work_s=work_s, stall_s=stall_s, starved=starved):
             self._compare(gpu_lids, work_s, beside_s, starved)
         # A single starved step does not count. A plan that ends the waiting must not erase its own reason, but if the
         # CPU updates as before, the reason was another: the host was busy.
         self._shares.append(min(starved, 1.0))
         usual = median_low(self._shares) if len(self._shares) >= ENOUGH_SHARES else 0.0
-        has_ended = usual <= NEVER and beside_s >= MUCH_BESIDE * work_s
+        has_ended = usual <= NEVER and beside_s >= AS_BEFORE * self._then * work_s
         self._starved = max(FORGETTING[not has_ended] * self._starved, usual)
+        if starved > SELDOM:
+            self._then = beside_s / work_s
 
     def _compare(self, gpu_lids: frozenset[int], work_s: float, beside_s: float, starved: float) -> None:
         if self._here is None or self._here.plan != gpu_lids:
