@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from math import inf
-from statistics import fmean, median, median_low, pvariance
+from statistics import fmean, median, median_high, median_low, pvariance
 from typing import Final
 
 #: For a step that always waits for launches. Measured: 0.35 to 0.45 on three machines with an H200 and 14 cores.
@@ -48,8 +48,6 @@ FADING: Final = 0.7
 FORGETTING: Final = (0.95, 0.999)
 AS_BEFORE: Final = 0.9
 NEVER: Final = 0.05  # up to this share of a step, the device does not wait at all
-#: While more than this part of the last steps had no waiting, one that has some says nothing of others.
-USUALLY: Final = 1 / 2
 #: Stalls above this fraction of the work make it longer themselves: after a stall, the device has no queued work.
 MUCH_STALL: Final = 0.1
 
@@ -68,8 +66,7 @@ CPU_SPREAD, CPU_DRIFT, MOST_CPU_LOSS = 0.2, 0.05, 1.0
 WORK_SPREAD, WORK_DRIFT, MOST_WORK_LOSS = 0.1, 0.02, 0.4
 #: They are learned once a plan was in effect for so many steps, from the last `ENOUGH_AFTER` of them: the first ones
 #: are slower, while the memory of layers that have moved is given back. Before the first plan none have. The plan
-#: before may be so many steps ago.
-#: The share of the time in which state visits must differ by this much.
+#: before may be so many steps ago. The share of the time in which state visits must differ by this much.
 SETTLED_STEPS: Final = 8
 REMEMBERED_STEPS: Final = 64
 CLEAR_BESIDE: Final = 0.15
@@ -267,14 +264,14 @@ class Contention:
     def is_unusual(self, gpu_lids: frozenset[int], *, work_s: float, stall_s: float, starved: float) -> bool:
         """Whether the device waited for launches in a step that took longer, as it does not usually: the host is busy.
 
-        Such a step tells nothing of others, unless there are many. Other plans may make the device wait, and after a
-        long stall, launches are late anyway.
+        Such a step tells nothing of others, unless half of the last ones are like it. Other plans may make the device
+        wait, and after a long stall, launches are late anyway.
         """
         here = self._here
         if here is None or here.plan != gpu_lids or stall_s > MUCH_STALL * work_s or starved <= SELDOM:
             return False
-        usual = sorted(self._shares)[int(USUALLY * len(self._shares))] if len(self._shares) >= ENOUGH_SHARES else 1.0
-        return usual <= NEVER and work_s > median(here.times_s)
+        is_known = len(self._shares) >= ENOUGH_SHARES and median_high(self._shares) <= NEVER
+        return is_known and work_s > median(here.times_s)
 
     def observe(
         self, gpu_lids: frozenset[int], *, work_s: float, stall_s: float, beside_s: float, starved: float
