@@ -13,10 +13,10 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -58,9 +58,7 @@ _WRITES: Final = {
     *("register_hook", "register_post_accumulate_grad_hook"),
 }
 _NO_WRITES: Final = {"requires_grad_", "detach_", "share_memory_", "rename_"}
-with FakeTensorMode():
-    #: Attributes that each fake parameter has, and each module.
-    _OF_FAKES: Final = {*vars(nn.Parameter(torch.empty(0)))}
+#: Attributes that each module has.
 _OF_MODULES: Final = {*vars(nn.Module())}
 
 #: Of models that wait for their values.
@@ -92,6 +90,16 @@ def deferred_init(make: Callable[[], Model], weights: str | os.PathLike[str] | N
     blueprint = Blueprint(model, calls, None if weights is None else Path(weights))
     blueprint.wait()
     return model
+
+
+@cache
+def _of_fakes() -> Set[str]:
+    """The attributes that each fake parameter has.
+
+    To make one asks CUDA for its devices, after which processes that are forked could use none.
+    """
+    with FakeTensorMode():
+        return {*vars(nn.Parameter(torch.empty(0)))}
 
 
 def blueprints_of(model: nn.Module) -> list[Blueprint]:
@@ -217,7 +225,7 @@ class Blueprint:
             if fake._backward_hooks or getattr(fake, "_post_accumulate_grad_hooks", None):
                 raise UnsupportedError(f"{name} has hooks: register them when hytrain.AdamW is made")
             parameter = nn.Parameter(_meta(fake), requires_grad=fake.requires_grad)
-            parameter.__dict__.update((key, value) for key, value in vars(fake).items() if key not in _OF_FAKES)
+            parameter.__dict__.update((key, value) for key, value in vars(fake).items() if key not in _of_fakes())
             self._planned[piece.storage] = Planned(parameter, piece)
             self._pieces.setdefault(piece.storage, piece)
         planned = self._planned[piece.storage]

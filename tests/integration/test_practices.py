@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,6 +35,19 @@ def test_what_is_not_offered_is_refused() -> None:
     for option in NOT_OFFERED:
         with pytest.raises(TypeError, match=option):
             hytrain.AdamW(perceptron(), **{option: True})
+
+
+def test_processes_that_are_forked_after_the_import_can_use_cuda() -> None:
+    """In those of a process that has asked CUDA for its devices, torch refuses to use it."""
+    code = """if True:
+        import torch
+        asked = []
+        torch.cuda.is_available = torch.cuda.device_count = lambda: asked.append("asked") or 0
+        import hytrain
+        assert all(getattr(hytrain, name) for name in hytrain.__all__)
+        raise SystemExit(len(asked))
+        """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 #: What torch's `params` takes, of a perceptron.
