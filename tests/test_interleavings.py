@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from interleaving_run import Run
 from interleaving_stand_ins import Coordinator, Mortal, Planner, Streams, Visits
 from interleaving_world import Violation, World
+from variants import slow
 
 from hytrain.memory.transfer import Transfer
 from hytrain.model.lifecycle import Command, Event, InvalidTransition, LayerLife, State
@@ -38,7 +39,7 @@ from workers.work_log import Progress
 EXAMPLES = 120
 
 
-@pytest.mark.parametrize("coordinator", [Planner, Coordinator, Mortal])
+@pytest.mark.parametrize("coordinator", [Planner, slow(Coordinator), Mortal])
 @settings(max_examples=EXAMPLES, deadline=None, database=None)
 @given(
     seed=st.integers(0, 2**32),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from planner_layers import around, facts, profile_of, with_cpu
+from variants import slow
 
 from hytrain.planner import Decision, Limits, MeasurementBook, Profile, decide, simulate
 from hytrain.planner.book import PACE_STEPS
@@ -127,7 +128,7 @@ def test_the_best_is_found_within_ten_steps_and_kept(batch: int, seed: int) -> N
 
 
 @pytest.mark.parametrize("told", [True, False])
-@pytest.mark.parametrize(("slowness", "batch"), [(1.4, 8), (2.0, 1), (2.0, 8)])
+@pytest.mark.parametrize(("slowness", "batch"), [slow(1.4, 8), (2.0, 1), slow(2.0, 8)])
 def test_half_the_threads_and_back(told: bool, batch: int, slowness: float) -> None:
     """By command the book is told; another job on the machine it has to notice."""
     full = llama(batch)

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from variants import every_second, slow
 
 from hytrain.planner import Crowding, LayerProfile, Profile, Timeline, simulate
 from protocol import messages as m
@@ -249,10 +250,10 @@ def require_a_good_plan(run: Run) -> None:
 @pytest.mark.parametrize(
     "machine",
     [
-        Machine(work_s=0.45, cap=24 * GB),
+        slow(Machine(work_s=0.45, cap=24 * GB)),
         Machine(work_s=0.9, cap=16 * GB, is_flat=True),
         Machine(work_s=0.9, cap=13 * GB, visits=3.5e9, work_loss=0.16),
-        Machine(work_s=0.9, cap=75 * GB),
+        slow(Machine(work_s=0.9, cap=75 * GB)),
         Machine(work_s=1.2, cap=25 * GB, others=7 * GB, host=118 * GB, blocks=24),
         # 10 B parameters, of which a token meets 3 B: the CPU has time for a fifth of them
         Machine(work_s=0.45, cap=139 * GB, others=12 * GB, host=117 * GB, blocks=27, numel=192_000_000),
@@ -341,7 +342,7 @@ HOME: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOME)
+@every_second(name=HOME.keys())
 def test_machines_at_home(name: str) -> None:
     """With little bandwidth, updates and visits slow each other down by half."""
     numbers, expected = HOME[name]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from planner_layers import around
+from variants import every_second
 
 from hytrain.planner import Limits, Profile, ahead, decide, simulate
 from hytrain.planner.deadline import aim
@@ -87,8 +88,7 @@ def test_visits_are_planned_where_gpu_memory_is_short(batch: int) -> None:
     assert faster >= 3
 
 
-@pytest.mark.parametrize("seed", CASES)
-@pytest.mark.parametrize("batch", [1, 4, 16])
+@every_second(seed=CASES, batch=[1, 4, 16])
 def test_no_other_shares_are_clearly_faster(batch: int, seed: int) -> None:
     """Of visits and of streamed weights together: to choose one after the other would miss those."""
     profile = streamable(llama(seed, batch, blocks=12))

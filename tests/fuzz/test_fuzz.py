@@ -23,6 +23,7 @@ def test_nothing_is_found_in_one_process(name: str) -> None:
         case += 1
 
 
+@pytest.mark.slow
 @pytest.mark.spawns
 @pytest.mark.timeout(600)
 def test_a_run_under_fire_has_the_bits_of_one_that_is_left_alone(tmp_path: Path) -> None:

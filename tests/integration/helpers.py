@@ -171,10 +171,16 @@ def process(opt: hytrain.AdamW, role: str) -> psutil.Process:
 _began: weakref.WeakKeyDictionary[hytrain.AdamW, float] = weakref.WeakKeyDictionary()
 
 
-def records(opt: hytrain.AdamW) -> list[dict[str, Any]]:
-    """The optimizer's records until now."""
-    *lines, _ = _metrics(opt).read_text().split("\n")
-    return [record for record in map(json.loads, lines) if record["at_s"] > _began[opt]]
+def records(opt: hytrain.AdamW, least: int = 0) -> list[dict[str, Any]]:
+    """The optimizer's records, once there are so many: the coordinator writes the last ones when it hears of the end."""
+    ends_s = time.monotonic() + 60.0
+    while True:
+        *lines, _ = _metrics(opt).read_text().split("\n")
+        found = [record for record in map(json.loads, lines) if record["at_s"] > _began[opt]]
+        if len(found) >= least:
+            return found
+        assert time.monotonic() < ends_s, f"{len(found)} records"
+        time.sleep(0.001)
 
 
 def _metrics(opt: hytrain.AdamW) -> Path:

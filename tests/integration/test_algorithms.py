@@ -16,6 +16,7 @@ from small_models import Poisoned, perceptron, square_loss
 from test_k_invariance import train_and_prepare
 from test_saving import checkpoint, dcp_load, dcp_save
 from torch import nn
+from variants import every_second, slow
 
 import hytrain
 from hytrain.errors import ConfigError, UsageError
@@ -65,11 +66,10 @@ CASES = {
     "muon": Case(hytrain.Muon, Muon, {"lr": 0.02, "adamw": {"lr": 1e-2, "weight_decay": 0.3}}),
 }
 of_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-of_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = (torch.float32, torch.bfloat16)
 
 
-@of_dtype
-@of_case
+@every_second(dtype=DTYPES, case=CASES)
 def test_every_placement_gives_the_references_bits(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,24 +87,22 @@ def test_every_placement_gives_the_references_bits(
             assert differing(weights(ours), expected) == [], placement
 
 
-@pytest.mark.parametrize(
-    ("dtype", "more"),
-    [
-        (torch.float16, {"loss_scale": 64.0}),
-        (torch.bfloat16, {"master_dtype": "bfloat16"}),
-        (torch.bfloat16, {"state_dtype": "bfloat16", "max_grad_norm": 0.1}),
-        (torch.float32, {"state_dtype": "bfloat16", "grad_accumulation": 2}),
-        (torch.bfloat16, {"state_dtype": "float8"}),
-    ],
-    ids=["float16", "lone", "bfloat16", "float32", "float8"],
+@every_second(
+    kept={
+        "float16": (torch.float16, {"loss_scale": 64.0}),
+        "lone": (torch.bfloat16, {"master_dtype": "bfloat16"}),
+        "bfloat16": (torch.bfloat16, {"state_dtype": "bfloat16", "max_grad_norm": 0.1}),
+        "float32": (torch.float32, {"state_dtype": "bfloat16", "grad_accumulation": 2}),
+        "float8": (torch.bfloat16, {"state_dtype": "float8"}),
+    },
+    case=CASES,
 )
-@of_case
 def test_the_bits_do_not_depend_on_the_placement(
-    case: Case, dtype: torch.dtype, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    case: Case, kept: tuple[torch.dtype, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For what torch has no counterpart of: rounded state, scaled losses, norms that are HyTrain's."""
     monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
-    found = []
+    found, (dtype, more) = [], kept
     for placement in (PLACEMENTS[i] for i in (0, 2, 4, 6, 7)):
         model = perceptron(dtype=dtype)
         with opened(case.kind, model, **case.options, **more, **placement) as opt:
@@ -135,8 +133,7 @@ def test_a_skipped_step_is_no_first_one(case: Case, k: float) -> None:
 
 
 @pytest.mark.parametrize("form", ["files", "dictionary"])
-@of_dtype
-@of_case
+@every_second(dtype=DTYPES, case=CASES)
 def test_saved_and_resumed(case: Case, dtype: torch.dtype, form: str, tmp_path: Path) -> None:
     whole, first, second = (perceptron(dtype=dtype) for _ in range(3))
     with opened(case.kind, whole, k=0.5, **case.options) as opt:
@@ -273,7 +270,7 @@ def test_another_optimizers_state_is_refused(tmp_path: Path) -> None:
             opt.load_state_dict(kept)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "lion", "muon"])
+@pytest.mark.parametrize("optimizer", ["sgd", slow("lion"), "muon"])
 def test_a_recipe_resumes_with_its_optimizer(optimizer: str, tmp_path: Path) -> None:
     """And not with another one."""
     numbers = {"momentum": 0.9, "lr": 0.1} if optimizer == "sgd" else {"betas": [0.8, 0.95], "lr": 1e-3}

@@ -23,6 +23,7 @@ import torch
 from helpers import adamw, train
 from programs import CLUSTER, SCRIPTS, cluster, environment, go_on, read_until, roles_below, run, started, write_recipe
 from small_models import perceptron, square_loss
+from variants import slow
 
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.errors import ConfigError
@@ -202,8 +203,8 @@ def test_one_run_after_another_in_one_folder(
     ("number", "told"),
     [
         (signal.SIGTERM, ("trainer",)),
-        (signal.SIGUSR1, ("launcher",)),
-        pytest.param(signal.SIGHUP, ("trainer", "launcher"), marks=pytest.mark.slow),
+        slow(signal.SIGUSR1, ("launcher",)),
+        slow(signal.SIGHUP, ("trainer", "launcher")),
     ],
 )
 def test_a_recipe_that_is_told_to_end_says_how_to_go_on(
@@ -227,7 +228,7 @@ def test_a_recipe_that_is_told_to_end_says_how_to_go_on(
 RANKS = (CLUSTER, "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize("launched", [(CLUSTER,), RANKS, ()], ids=["launched", "ranks", "alone"])
+@pytest.mark.parametrize("launched", [(CLUSTER,), slow(RANKS), ()], ids=["launched", "ranks", "alone"])
 def test_a_warning_that_the_time_is_up_is_the_programs(launched: tuple[str | Path, ...]) -> None:
     """Slurm's `--signal=USR1`: the program decides what it means, whether the first process or all of them get it."""
     ranks = 2 if "2" in launched else 1

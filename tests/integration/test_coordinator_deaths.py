@@ -22,6 +22,7 @@ from helpers import LR, Reference, adamw, differing, process, train, weights
 from programs import CLUSTER, ROOT, SCRIPTS, read_until, roles_below, run, started
 from small_models import perceptron, square_loss
 from torch import nn
+from variants import every_second
 
 import hytrain
 from hytrain.monitoring import Client
@@ -204,8 +205,7 @@ def lives_another(launcher: int, dead: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("closes", [True, False])
-@pytest.mark.parametrize("since", ["before the death", "its notice of the death"])
+@every_second(closes=[True, False], since=["before the death", "its notice of the death"])
 def test_a_trainer_that_is_busy_meanwhile_is_asked_again(
     since: str, closes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

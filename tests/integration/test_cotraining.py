@@ -20,6 +20,7 @@ import yaml
 from helpers import differing, on_waiting, process, state, weights
 from programs import CLUSTER, read_until, roles_below, started
 from torch import Tensor, nn
+from variants import slow
 
 from hytrain import session
 from hytrain.cotraining import shares
@@ -136,10 +137,10 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
     "options",
     [
         LARGE_EMBEDDING,
-        ("model.dtype=bfloat16", "optimizer.k=0", "train.max_grad_norm=1e3", "optimizer.speculate=true"),
-        ("optimizer.k=0", "optimizer.visit=0.5", "optimizer.stream=1", "model.gradient_checkpointing=true"),
+        slow(("model.dtype=bfloat16", "optimizer.k=0", "train.max_grad_norm=1e3", "optimizer.speculate=true")),
+        slow(("optimizer.k=0", "optimizer.visit=0.5", "optimizer.stream=1", "model.gradient_checkpointing=true")),
         ("optimizer.k=auto", "optimizer.policy=random", "train.loss_chunks=2"),
-        ("model.autocast=true", "optimizer.visit=0.6", "optimizer.k=0.2"),
+        slow(("model.autocast=true", "optimizer.visit=0.6", "optimizer.k=0.2")),
     ],
     ids=["pieces", "banks", "streamed", "moving", "visiting"],
 )
@@ -153,6 +154,7 @@ def test_dropout_does_not_depend_on_who_trains_a_part(trained: Trainings) -> Non
     assert differing(trained(schedule=ALL, model=GPT2), trained(schedule=(0,) * STEPS, model=GPT2)) == []
 
 
+@pytest.mark.slow
 def test_dropout_goes_on_as_it_would_have(trained: Trainings, tmp_path: Path) -> None:
     options = "train.cpu_parts=2", "train.checkpoint_every=4"
     expected = trained(*options, model=GPT2)
@@ -248,9 +250,9 @@ def confuse(partner: Partner) -> None:
     ("hurt", "said"),
     [
         (kill, "it was killed by SIGKILL"),
-        (stop, "it has not answered for 1 s"),
+        slow(stop, "it has not answered for 1 s"),
         (flood, "it has not read for 1 s"),
-        (confuse, "KeyError: 99"),
+        slow(confuse, "KeyError: 99"),
     ],
 )
 def test_a_cpu_trainer_that_is_lost_costs_no_bit(
@@ -289,6 +291,7 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
         helper.wait(60)
 
 
+@pytest.mark.slow
 def test_auto_measures_and_says_what_it_decides(
     trained: Trainings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ import pytest
 from helpers import adamw, train
 from programs import CLUSTER, SCRIPTS, read_until, roles_below, started
 from small_models import perceptron, square_loss, vectors
+from variants import slow
 
 from hytrain.errors import ClusterError, WorkerDied
 
@@ -150,7 +151,7 @@ def test_all_leave_when_the_process_that_began_is_killed(command: tuple[str | Pa
         assert all_end(first, family) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 @thrice
 def test_a_signal_to_the_launcher_ends_all(number: signal.Signals) -> None:
     with training(sys.executable, CLUSTER, ENDLESS) as (first, family):

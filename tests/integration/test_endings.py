@@ -27,6 +27,7 @@ from programs import (
     write_recipe,
 )
 from safetensors.torch import load_file
+from variants import slow
 
 from hytrain.config import ClusterConfig
 from hytrain.errors import ConfigError
@@ -154,6 +155,7 @@ def test_a_second_signal_ends_a_recipe_at_once(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_recipe_ends_before_the_batch_job_does(tmp_path: Path) -> None:
     """It has to have trained by then, which takes longer on a busy machine."""
     for limit_s in (20, 60, 180):
@@ -167,7 +169,7 @@ def test_a_recipe_ends_before_the_batch_job_does(tmp_path: Path) -> None:
     assert latest(tmp_path / "run") == Path(folder)
 
 
-@pytest.mark.parametrize("options", [(), RANKS], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("options", [(), slow(RANKS)], ids=["one rank", "two ranks"])
 def test_a_program_has_the_time_that_it_takes(options: tuple[str, ...]) -> None:
     with started(sys.executable, CLUSTER, *options, SCRIPTS / "saves.py", str(STOP_GRACE_S + 1)) as launcher:
         for _ in range(2 if options else 1):
@@ -195,6 +197,7 @@ def test_a_second_signal_ends_a_program_that_does_not_end() -> None:
         assert launcher.returncode == 128 + signal.SIGTERM and "saved" not in launcher.communicate()[0]
 
 
+@pytest.mark.slow
 def test_a_run_whose_optimizer_is_killed_twice_is_started_again(undisturbed: Path, tmp_path: Path) -> None:
     """Once before its first checkpoint, once after; it ends with the bits of a run that nobody has disturbed."""
     run_dir = tmp_path / "run"
@@ -215,7 +218,7 @@ def test_a_run_whose_optimizer_is_killed_twice_is_started_again(undisturbed: Pat
     assert replaced.count(1) <= 1 and max(replaced) > 10, "the last attempt has begun anew"
 
 
-@pytest.mark.parametrize("options", [(), RANKS], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("options", [(), slow(RANKS)], ids=["one rank", "two ranks"])
 def test_a_program_is_started_again_until_it_succeeds_or_has_failed_too_often(options: tuple[str, ...]) -> None:
     command = (*options, "--max-restarts", "2", SCRIPTS / "fails.py")
     ran = cluster(*command, "2", "7")

@@ -16,6 +16,7 @@ from helpers import LR, Reference, adamw, differing, keep, same_as_torch, same_b
 from small_models import language_loss, mixtral, mixture, routed_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from variants import every_second
 
 import hytrain
 from hytrain.memory import visits
@@ -34,7 +35,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "without overlap": {"k": 0.5, "overlap": False},
 }
 each_placement = pytest.mark.parametrize("options", PLACEMENTS.values(), ids=PLACEMENTS.keys())
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DTYPES = (torch.float32, torch.bfloat16)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +51,7 @@ def counts(opt: torch.optim.Optimizer) -> dict[int, int]:
     return {index: int(entry["step"]) for index, entry in opt.state_dict()["state"].items()}
 
 
-@each_dtype
-@each_placement
+@every_second(dtype=DTYPES, options=PLACEMENTS)
 def test_skipped_experts_are_left_alone(options: dict[str, Any], dtype: torch.dtype) -> None:
     """With weight decay, an update by a gradient of zeros would show; and so would a step that is counted."""
 

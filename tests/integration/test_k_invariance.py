@@ -16,6 +16,7 @@ import torch
 from helpers import adamw, differing, process, same_bits, state, train, wait_for_coordinator, weights
 from small_models import gpt2, llama, perceptron, square_loss
 from torch import Tensor, nn
+from variants import every_second
 
 import hytrain
 from hytrain.errors import CapacityError
@@ -67,8 +68,7 @@ def train_and_prepare(model: nn.Module, opt: hytrain.AdamW, steps: int, *loss: A
         opt._engine._handover.wait()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("choice", CHOICES)
+@every_second(dtype=[torch.float32, torch.bfloat16], choice=CHOICES.keys())
 def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained_at_half(dtype)
     monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
@@ -325,7 +325,8 @@ def test_without_overlap_gradients_wait_for_step() -> None:
         opt.zero_grad()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_overlap_changes_no_bit_over_200_steps(dtype: torch.dtype) -> None:
     """Layers move all the time on one side; on the other, everything happens in step(), one layer after the other."""
     moved = []

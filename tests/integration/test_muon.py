@@ -44,6 +44,7 @@ class Shapes(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_two_hundred_steps(dtype: torch.dtype) -> None:
     theirs = perceptron(dtype=dtype)

@@ -10,14 +10,14 @@ import torch
 from helpers import LR, adamw, differing, same_as_torch, train, weights
 from small_models import gpt2, in_parts, llama, perceptron, vectors
 from torch import nn
+from variants import every_second
 
 import hytrain
 
 STEPS = 100
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("make", [gpt2, llama])
+@every_second(dtype=[torch.float32, torch.bfloat16], make={"gpt2": gpt2, "llama": llama})
 def test_a_hundred_steps(make: Callable[..., nn.Module], dtype: torch.dtype) -> None:
     def run(model: nn.Module, opt: Any) -> list[float]:
         before = weights(model)

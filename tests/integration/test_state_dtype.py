@@ -18,6 +18,7 @@ from small_models import gpt2, language_loss, llama, square_loss
 from test_k_invariance import train_and_prepare
 from test_saving import InPieces
 from torch import Tensor, nn
+from variants import slow
 
 from hytrain.algorithms import ADAMW
 from hytrain.checks import check_options, check_same
@@ -54,9 +55,9 @@ def moments(of: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("make", "dtype", "loss_of", "more"),
     [
-        (InPieces, torch.float32, square_loss, {}),
+        slow(InPieces, torch.float32, square_loss, {}),
         (llama, torch.bfloat16, language_loss, {"max_grad_norm": 0.5}),
-        (llama, torch.bfloat16, language_loss, {"max_grad_norm": 0.5, **LONE}),
+        slow(llama, torch.bfloat16, language_loss, {"max_grad_norm": 0.5, **LONE}),
         (InPieces, torch.float32, square_loss, SMALL),
         (llama, torch.bfloat16, language_loss, {"max_grad_norm": 0.5, **SMALL, **LONE}),
     ],

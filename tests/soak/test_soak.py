@@ -19,6 +19,7 @@ def soak(*arguments: str | Path) -> None:
     assert "are those of the undisturbed run" in ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.spawns
 @pytest.mark.timeout(600)
 def test_faults_change_no_bit(tmp_path: Path) -> None:
