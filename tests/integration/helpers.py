@@ -172,7 +172,7 @@ _began: weakref.WeakKeyDictionary[hytrain.AdamW, float] = weakref.WeakKeyDiction
 
 
 def records(opt: hytrain.AdamW, least: int = 0) -> list[dict[str, Any]]:
-    """The optimizer's records, once there are so many: the coordinator writes the last ones when it hears of the end."""
+    """The optimizer's records, once there are so many: the coordinator writes the last when it hears of the end."""
     ends_s = time.monotonic() + 60.0
     while True:
         *lines, _ = _metrics(opt).read_text().split("\n")
