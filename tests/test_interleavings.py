@@ -53,7 +53,7 @@ def test_invariants_hold(coordinator: type[Any], seed: int, layers: int, steps: 
     Run(seed, layers=layers, steps=steps, coordinator=coordinator, share=share).play()
 
 
-@pytest.mark.parametrize("coordinator", [Planner, Coordinator, Mortal])
+@pytest.mark.parametrize("coordinator", [Planner, slow(Coordinator), Mortal])
 def test_runs_have_handovers_late_plans_and_undone_updates(coordinator: type[Any]) -> None:
     """Or else the property above would say little."""
     worlds = [Run(seed, layers=3, steps=8, coordinator=coordinator).play() for seed in range(40)]

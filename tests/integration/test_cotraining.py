@@ -150,6 +150,7 @@ def test_the_bits_of_one_process_whatever_the_cpu_trains(options: tuple[str, ...
     assert differing(ours, trained.alone(*options)) == []
 
 
+@pytest.mark.slow
 def test_dropout_does_not_depend_on_who_trains_a_part(trained: Trainings) -> None:
     assert differing(trained(schedule=ALL, model=GPT2), trained(schedule=(0,) * STEPS, model=GPT2)) == []
 
@@ -212,6 +213,7 @@ def test_weights_are_lent_once_all_updates_have_ended(trained: Trainings, monkey
     assert differing(ours, trained.alone("optimizer.k=0")) == []
 
 
+@pytest.mark.slow
 def test_no_copy_is_made_of_what_the_cpu_owns(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
     copied, close = list[int](), Partner.close
 
@@ -251,7 +253,7 @@ def confuse(partner: Partner) -> None:
     [
         (kill, "it was killed by SIGKILL"),
         slow(stop, "it has not answered for 1 s"),
-        (flood, "it has not read for 1 s"),
+        slow(flood, "it has not read for 1 s"),
         slow(confuse, "KeyError: 99"),
     ],
 )

@@ -115,7 +115,7 @@ def rest(first: subprocess.Popen[str]) -> str:
     return first.stderr.read()
 
 
-@pytest.mark.parametrize("role", ["optimizer", "trainer"])
+@pytest.mark.parametrize("role", ["optimizer", slow("trainer")])
 @thrice
 def test_the_launcher_ends_all_and_names_the_dead(role: str, run_dir: Path) -> None:
     with training(sys.executable, CLUSTER, ENDLESS, "2") as (first, family):
@@ -168,7 +168,7 @@ def obituary(role: str, pid: int) -> str:
     return re.escape(said) + r" .*/logs\. That was after step \d+: start the program again"
 
 
-@pytest.mark.parametrize("role", ["optimizer", "launcher"])
+@pytest.mark.parametrize("role", ["optimizer", slow("launcher")])
 @thrice
 def test_a_plain_script_raises_and_ends(role: str) -> None:
     """Nobody ends a user's own process, but its next call of HyTrain raises."""

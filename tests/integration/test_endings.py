@@ -127,6 +127,7 @@ def test_a_signal_ends_a_recipe_after_a_step_with_a_checkpoint(undisturbed: Path
     assert results(run_dir) == results(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:
     run_dir = end_by_a_signal(recipe_in(tmp_path), *RANKS)
     last = [(run_dir / name).read_text().splitlines()[-1] for name in ("metrics.jsonl", "metrics-1.jsonl")]

@@ -30,7 +30,7 @@ from hytrain.step import backward, streaming
 from hytrain.step.backward import Backward
 from workers import monitor
 
-STEPS = 50
+STEPS = 36
 
 CHOICES: dict[str, dict[str, Any]] = {
     "all on the CPU": {"k": 0.0},
