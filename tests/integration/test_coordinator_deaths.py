@@ -77,7 +77,8 @@ def coordinator(opt: hytrain.AdamW) -> int | None:
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    *lines, _ = (run_dir / "metrics.jsonl").read_text().split("\n")  # the last one may be half written
+    return [json.loads(line) for line in lines]
 
 
 def has_recorded(run_dir: Path, after: int) -> bool:
