@@ -91,7 +91,7 @@ EAGER, COMPILED = "eager", "compiled blocks"
 #: Blocks whose activations are not recomputed.
 KEPT, GRAPHED = "eager, activations kept", "CUDA graphs, activations kept"
 UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor again"
-#: The same with all weights in host memory, but for those of layers that the GPU owns.
+#: HyTrain with all weights in host memory, but for those of layers that the GPU owns.
 STREAMED: Final = f"{AUTO},stream=1"
 #: HyTrain with all of its placements, for GPUs with little memory.
 ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"

@@ -338,6 +338,7 @@ def slower(found: Rows, factor: float, **fields: Any) -> Rows:
         ("batch 1: step / no offload", {"part": "batches", "system": "hytrain:auto", "batch": 1, "factor": 2.0}),
         (f"{parts.LEAN[15.5]}: step / no offload", {"label": parts.LEAN[15.5], "factor": 1.3}),
         ("which is not exact", {"label": tuple(parts.LEAN.values()), "factor": 2.1}),
+        ("weights in host memory", {"system": parts.STREAMED, "factor": 1.4}),
         ("best static k's", {"label": "auto from the start", "factor": 1.1}),
         ("a mixture of experts", {"part": "experts", "system": "deepspeed-zero2", "factor": 0.4}),
         ("Muon: step / no offload", {"system": parts.MUON, "factor": 2.2}),

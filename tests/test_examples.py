@@ -24,7 +24,6 @@ LINE = re.compile(r"step (\d+): loss ([\d.]+)")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
-@pytest.mark.slow
 @pytest.mark.spawns
 def test_plain_script_learns_alone_and_in_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to start it print the same losses, from three processes."""

@@ -24,7 +24,6 @@ def run(example: str, folder: Path) -> str:
     return subprocess.run(command, cwd=folder, env=environment, stdout=PIPE, text=True, timeout=240, check=True).stdout
 
 
-@pytest.mark.slow
 def test_a_language_model_learns(tmp_path: Path) -> None:
     printed = run("hf_causal_lm.py", tmp_path)
     losses = [float(loss) for loss in re.findall(r"^step \d+: loss ([\d.]+), norm [\d.]+, k [\d.]+$", printed, re.M)]

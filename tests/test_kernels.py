@@ -300,7 +300,6 @@ def test_every_float16_gradient_and_every_rounding_to_float16(name: str) -> None
     check_float16(open_update(name))
 
 
-@pytest.mark.slow
 def test_float16_where_the_processor_does_not_convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", " ".join([*find_compiler(os.environ), "-DHYTRAIN_F16C=0"]))
     monkeypatch.setenv("HYTRAIN_CACHE", str(tmp_path))

@@ -187,7 +187,6 @@ def test_impossible_requests(name: str, threads: int, message: str) -> None:
         load(name, threads=threads)
 
 
-@pytest.mark.slow
 def test_the_kernel_is_vectorised(tmp_path: Path) -> None:
     """gcc says so itself: one loop for each pair of dtypes."""
     command = find_compiler(os.environ)

@@ -21,7 +21,6 @@ from typing import Any
 
 import psutil
 import pytest
-from variants import slow
 
 from hytrain.config import Cluster
 from hytrain.monitoring import Client
@@ -321,7 +320,7 @@ def test_an_answer_that_overtakes_the_feed_loses_no_record() -> None:
     assert list(Replayed(one, [two], five, [], [six]).statuses()) == [one, two, five, six]
 
 
-@pytest.mark.parametrize("reader", [slow("--follow"), "--web"])
+@pytest.mark.parametrize("reader", ["--follow", "--web"])
 def test_ten_thousand_steps_leave_nothing_in_memory(reader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As traced behind the first two thousand, when what is bounded is full. A float per step would be 24 bytes."""
     traced = list[int]()

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from variants import every_second, slow
+from variants import slow
 
 from hytrain.planner import Crowding, LayerProfile, Profile, Timeline, simulate
 from protocol import messages as m
@@ -342,7 +342,7 @@ HOME: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@every_second(name=HOME.keys())
+@pytest.mark.parametrize("name", HOME)
 def test_machines_at_home(name: str) -> None:
     """With little bandwidth, updates and visits slow each other down by half."""
     numbers, expected = HOME[name]

@@ -50,7 +50,6 @@ def test_the_table_of_digits_has_a_row_for_each_way(capsys: pytest.CaptureFixtur
     assert len({tuple(row[1:3]) for row in found if "CPU" in row[0]}) == 1, "the same losses"
 
 
-@pytest.mark.slow
 @pytest.mark.spawns
 def test_the_table_of_co_training_has_a_row_for_each_number_of_parts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

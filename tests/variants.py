@@ -7,19 +7,19 @@ from itertools import product
 from typing import Any
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 
 
-def slow(*values: Any, id: str | None = None) -> ParameterSet:
+def slow(*values: Any) -> Any:
     """A parameter, or several together, with which the test is slow."""
-    return pytest.param(*values, marks=pytest.mark.slow, id=id)
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def every_second(**axes: Iterable[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
-    """All combinations of these, of which every second one is slow. So each value is left with half of the others.
+    """All combinations of parameters, of which every second one is slow: each value is left with some of the others.
 
     The keys of mappings are IDs. The last name's values come first in the test's ID, as with stacked decorators.
     """
+    assert len(axes) > 1, "every second value of one would be in no fast test"
     named = [list(axis.items() if isinstance(axis, Mapping) else zip(map(str, axis), axis)) for axis in axes.values()]
     found = []
     for combination in product(*(enumerate(axis) for axis in named)):

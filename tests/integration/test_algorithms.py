@@ -25,7 +25,7 @@ from hytrain.optim import Optimizer
 from hytrain.step import streaming
 from protocol.rules import MOMENT_PLANES
 
-STEPS = 18
+STEPS = 24
 PLACEMENTS: list[dict[str, Any]] = [
     {"k": 0.0},
     {"k": 0.4, "threads": 2},

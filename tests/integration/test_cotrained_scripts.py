@@ -19,7 +19,6 @@ from small_models import behind_frozen, micro_batches, perceptron, share_of_loss
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.hooks import RemovableHandle
-from variants import slow
 
 import hytrain
 from hytrain.cotraining import shares
@@ -200,7 +199,6 @@ class Keeps(nn.Sequential):
         self.kept = torch.ones(1)
 
 
-@pytest.mark.slow
 @pytest.mark.spawns
 def test_a_cpu_trainer_that_cannot_start_says_why() -> None:
     with adamw(perceptron(), k=1.0) as opt:
@@ -223,8 +221,8 @@ def test_a_cpu_trainer_that_cannot_start_says_why() -> None:
 @pytest.mark.parametrize(
     ("build", "built", "name", "sentence"),
     [
-        slow(perceptron, partial(perceptron, depth=3), "", "the CPU trains no part: the CPU trainer did not start"),
-        slow(perceptron, perceptron, {"a set"}, r"step 1: a micro-batch\['name'\] is of set.*without the CPU trainer"),
+        (perceptron, partial(perceptron, depth=3), "", "the CPU trains no part: the CPU trainer did not start"),
+        (perceptron, perceptron, {"a set"}, r"step 1: a micro-batch\['name'\] is of set.*without the CPU trainer"),
         (behind_frozen, behind_frozen, "", "step 2: the values of 1.num_batches_tracked has changed"),
     ],
     ids=["no start", "not sent", "a buffer was written"],

@@ -150,12 +150,10 @@ def test_the_bits_of_one_process_whatever_the_cpu_trains(options: tuple[str, ...
     assert differing(ours, trained.alone(*options)) == []
 
 
-@pytest.mark.slow
 def test_dropout_does_not_depend_on_who_trains_a_part(trained: Trainings) -> None:
     assert differing(trained(schedule=ALL, model=GPT2), trained(schedule=(0,) * STEPS, model=GPT2)) == []
 
 
-@pytest.mark.slow
 def test_dropout_goes_on_as_it_would_have(trained: Trainings, tmp_path: Path) -> None:
     options = "train.cpu_parts=2", "train.checkpoint_every=4"
     expected = trained(*options, model=GPT2)
@@ -213,7 +211,6 @@ def test_weights_are_lent_once_all_updates_have_ended(trained: Trainings, monkey
     assert differing(ours, trained.alone("optimizer.k=0")) == []
 
 
-@pytest.mark.slow
 def test_no_copy_is_made_of_what_the_cpu_owns(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
     copied, close = list[int](), Partner.close
 
@@ -252,9 +249,9 @@ def confuse(partner: Partner) -> None:
     ("hurt", "said"),
     [
         (kill, "it was killed by SIGKILL"),
-        slow(stop, "it has not answered for 1 s"),
-        slow(flood, "it has not read for 1 s"),
-        slow(confuse, "KeyError: 99"),
+        (stop, "it has not answered for 1 s"),
+        (flood, "it has not read for 1 s"),
+        (confuse, "KeyError: 99"),
     ],
 )
 def test_a_cpu_trainer_that_is_lost_costs_no_bit(
@@ -293,7 +290,6 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
         helper.wait(60)
 
 
-@pytest.mark.slow
 def test_auto_measures_and_says_what_it_decides(
     trained: Trainings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,6 @@ import pytest
 from helpers import adamw, train
 from programs import CLUSTER, SCRIPTS, read_until, roles_below, started
 from small_models import perceptron, square_loss, vectors
-from variants import slow
 
 from hytrain.errors import ClusterError, WorkerDied
 
@@ -115,7 +114,7 @@ def rest(first: subprocess.Popen[str]) -> str:
     return first.stderr.read()
 
 
-@pytest.mark.parametrize("role", ["optimizer", slow("trainer")])
+@pytest.mark.parametrize("role", ["optimizer", "trainer"])
 @thrice
 def test_the_launcher_ends_all_and_names_the_dead(role: str, run_dir: Path) -> None:
     with training(sys.executable, CLUSTER, ENDLESS, "2") as (first, family):
@@ -151,7 +150,7 @@ def test_all_leave_when_the_process_that_began_is_killed(command: tuple[str | Pa
         assert all_end(first, family) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @thrice
 def test_a_signal_to_the_launcher_ends_all(number: signal.Signals) -> None:
     with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
@@ -168,7 +167,7 @@ def obituary(role: str, pid: int) -> str:
     return re.escape(said) + r" .*/logs\. That was after step \d+: start the program again"
 
 
-@pytest.mark.parametrize("role", ["optimizer", slow("launcher")])
+@pytest.mark.parametrize("role", ["optimizer", "launcher"])
 @thrice
 def test_a_plain_script_raises_and_ends(role: str) -> None:
     """Nobody ends a user's own process, but its next call of HyTrain raises."""

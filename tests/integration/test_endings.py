@@ -127,7 +127,6 @@ def test_a_signal_ends_a_recipe_after_a_step_with_a_checkpoint(undisturbed: Path
     assert results(run_dir) == results(undisturbed)
 
 
-@pytest.mark.slow
 def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:
     run_dir = end_by_a_signal(recipe_in(tmp_path), *RANKS)
     last = [(run_dir / name).read_text().splitlines()[-1] for name in ("metrics.jsonl", "metrics-1.jsonl")]
@@ -156,7 +155,6 @@ def test_a_second_signal_ends_a_recipe_at_once(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_a_recipe_ends_before_the_batch_job_does(tmp_path: Path) -> None:
     """It has to have trained by then, which takes longer on a busy machine."""
     for limit_s in (20, 60, 180):
@@ -198,7 +196,6 @@ def test_a_second_signal_ends_a_program_that_does_not_end() -> None:
         assert launcher.returncode == 128 + signal.SIGTERM and "saved" not in launcher.communicate()[0]
 
 
-@pytest.mark.slow
 def test_a_run_whose_optimizer_is_killed_twice_is_started_again(undisturbed: Path, tmp_path: Path) -> None:
     """Once before its first checkpoint, once after; it ends with the bits of a run that nobody has disturbed."""
     run_dir = tmp_path / "run"
@@ -219,7 +216,7 @@ def test_a_run_whose_optimizer_is_killed_twice_is_started_again(undisturbed: Pat
     assert replaced.count(1) <= 1 and max(replaced) > 10, "the last attempt has begun anew"
 
 
-@pytest.mark.parametrize("options", [(), slow(RANKS)], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("options", [(), RANKS], ids=["one rank", "two ranks"])
 def test_a_program_is_started_again_until_it_succeeds_or_has_failed_too_often(options: tuple[str, ...]) -> None:
     command = (*options, "--max-restarts", "2", SCRIPTS / "fails.py")
     ran = cluster(*command, "2", "7")

@@ -16,7 +16,7 @@ import torch
 from helpers import adamw, differing, process, same_bits, state, train, wait_for_coordinator, weights
 from small_models import gpt2, llama, perceptron, square_loss
 from torch import Tensor, nn
-from variants import every_second
+from variants import every_second, slow
 
 import hytrain
 from hytrain.errors import CapacityError
@@ -30,7 +30,7 @@ from hytrain.step import backward, streaming
 from hytrain.step.backward import Backward
 from workers import monitor
 
-STEPS = 36
+STEPS = 50
 
 CHOICES: dict[str, dict[str, Any]] = {
     "all on the CPU": {"k": 0.0},
@@ -325,8 +325,7 @@ def test_without_overlap_gradients_wait_for_step() -> None:
         opt.zero_grad()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [slow(torch.float32), torch.bfloat16], ids=str)
 def test_overlap_changes_no_bit_over_200_steps(dtype: torch.dtype) -> None:
     """Layers move all the time on one side; on the other, everything happens in step(), one layer after the other."""
     moved = []

@@ -94,7 +94,6 @@ def test_two_ranks_train_as_one_and_one_goes_on_from_them(two_ranks: RankGroup, 
     assert alike(train(recipe, "parts", *options, "train.resume=latest"), whole)
 
 
-@pytest.mark.slow
 def test_a_mesh_of_tensor_and_data_ranks_weighs_answers_by_their_tokens(four_ranks: RankGroup, recipe: Path) -> None:
     """Answers differ in length, so that ranks differ in how many tokens they learn. Weights are tied."""
     chat = ("tokenizer.chat_template=chatml", CHAT % (recipe.parent / "rows.jsonl"), "model.config.vocab_size=256")

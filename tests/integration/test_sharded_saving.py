@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from variants import every_second
 
 import hytrain
 from hytrain import manifest
@@ -220,7 +219,7 @@ def save_as_before(folder: Path, saved: dict[str, Tensor]) -> None:
     manifest.seal(folder, (folder / "state-b").iterdir())
 
 
-@every_second(name=MODELS.keys())
+@pytest.mark.parametrize("name", MODELS)
 def test_saved_on_four_and_loaded_on_two_and_one(
     name: str, four_ranks: RankGroup, two_ranks: RankGroup, tmp_path: Path
 ) -> None:
