@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -61,11 +62,15 @@ def test_commands_outlive_a_new_beginning() -> None:
             assert monitor.main([str(opt.run_dir), command, value]) == 0
         model[2:].requires_grad_(True)
         train(model, opt, range(6, 12), square_loss)
-        wait_for_coordinator(opt)  # or no report of the optimizer may come before the last record
-        train(model, opt, range(12, 16), square_loss)
-        assert opt.statistics().k > 0.0
+        wait_for_coordinator(opt)
+        step, ends_s = 12, time.monotonic() + 60.0
+        while records(opt)[-1]["threads"] is None or opt.statistics().k == 0.0:  # until the optimizer has reported
+            assert time.monotonic() < ends_s, f"neither has come by step {step}"
+            train(model, opt, [step], square_loss)
+            wait_for_coordinator(opt)
+            step += 1
         known = opt
-    threads = [record["threads"] for record in records(known)]
+    threads = [record["threads"] for record in records(known, step)]
     assert set(threads[:6]) <= {None, 2} and set(threads[6:]) <= {None, 1} and threads[-1] == 1
 
 
