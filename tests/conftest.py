@@ -25,6 +25,7 @@ from pathlib import Path
 import hypothesis
 import psutil
 import pytest
+from forks import Server
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 10.0  # for processes that are still on their way out when the test returns
@@ -71,6 +72,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="gpu: torch sees no CUDA device here"))
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if Server.current is not None:
+        Server.current.close()
+
+
 def has_cuda() -> bool:
     import torch  # here, so that a run without gpu tests does not wait for it
 
@@ -86,6 +92,8 @@ def no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if request.node.get_closest_marker("gpu") and has_cuda():
         open_cuda()
     tmp_path_factory.getbasetemp()  # settled now, lest it be put into the folder below
+    if Server.current is None:
+        Server()  # before what is there is looked at
     with pytest.MonkeyPatch.context() as patch:
         # Short, since an ipc:// path has 107 characters. Whoever has it in its environment is this test's.
         folder = Path(tempfile.mkdtemp(prefix="ht-"))

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forks import Forked
 
 from hytrain.config import Cluster
 from hytrain.monitoring import Client
@@ -81,7 +82,7 @@ def watching(*arguments: str) -> Any:
 @contextmanager
 def running(command: list[str | Path], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """A process with its output in a pipe, which is gone at the end."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
+    with Forked(command, stdout=subprocess.PIPE, text=True, **options) as process:
         try:
             yield process
         finally:
@@ -92,7 +93,9 @@ def running(command: list[str | Path], **options: Any) -> Iterator[subprocess.Po
 
 def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "bin/hytrain-monitor", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        said = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(command, process.returncode, *said)
 
 
 def read_until(process: subprocess.Popen[str], wanted: Callable[[str], bool]) -> list[str]:

@@ -5,6 +5,8 @@
                            ─ pidfd        ──  tells the launcher that the worker is gone
 
 A process's death is never inferred from its end of a pipe: a child that it forked may hold that end open.
+
+All are started by `Popen`, in whose place tests put one that forks a process in which torch is imported already.
 """
 
 from __future__ import annotations
@@ -16,13 +18,13 @@ import logging
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from types import FrameType
 from typing import Final
 
@@ -45,7 +47,7 @@ class Child:
     """A process that the launcher started."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Popen[bytes]
     pidfd: int
     log: Path
     ready: int | None
@@ -78,9 +80,9 @@ def start_worker(address: Address, arguments: Sequence[str], *, log_dir: Path, e
     command += ["--ready-fd", str(ready_write), "--life-fd", str(life_read)]
     log = log_dir / f"{address}.log"
     with log.open("ab") as output:
-        process = subprocess.Popen(
+        process = Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=DEVNULL,
             stdout=output,
             stderr=output,
             env=environment,
@@ -96,7 +98,7 @@ def start_program(
     name: str, command: Sequence[str], *, log: Path, environment: dict[str, str], stdout: int, stderr: int
 ) -> Child:
     """Start the user's program, or torchrun's agent. It ends with the launcher. Closes our `stdout` and `stderr`."""
-    process = subprocess.Popen(command, env=environment, stdout=stdout, stderr=stderr, preexec_fn=end_with_parent)
+    process = Popen(command, env=environment, stdout=stdout, stderr=stderr, preexec_fn=end_with_parent)
     os.close(stdout)
     os.close(stderr)
     return Child(name, process, os.pidfd_open(process.pid), log, None, None)

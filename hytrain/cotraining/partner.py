@@ -15,10 +15,10 @@ import secrets
 import select
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, Final
 
 from torch import Tensor
@@ -119,9 +119,9 @@ class Partner:
         settings["memories"] = [[each.descriptor, each.mapping.nbytes] for _, each in sorted(memories.items())]
         settings["socket"] = theirs.fileno()
         with log.open("ab") as output, theirs:
-            self._process = subprocess.Popen(
+            self._process = Popen(
                 [sys.executable, "-P", "-m", WORKER],
-                stdin=subprocess.PIPE,
+                stdin=PIPE,
                 stdout=output,
                 stderr=output,
                 env={**workers_environment(), "CUDA_VISIBLE_DEVICES": ""},
@@ -261,7 +261,7 @@ class Partner:
     def _how_it_ended(self) -> str:
         try:
             status = self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             return "it closed its socket"
         return f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"it ended with status {status}"
 

@@ -18,12 +18,12 @@ import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import Final, TypeVar
 
 from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig, joined_cluster
@@ -54,11 +54,11 @@ class PrivateCluster:
         self._ranks, self._seats = ranks, list[Path]()
         options = ["--attach", str(self._pid), "--name", program_name(), "--config", config.model_dump_json()]
         options += ["--ranks", str(ranks)]
-        self._launcher = subprocess.Popen(
+        self._launcher = Popen(
             [sys.executable, "-P", "-m", "workers.launcher", *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=PIPE,
             env=workers_environment(),
             start_new_session=True,
         )

@@ -18,9 +18,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from forks import Forked
 from ranks import RankGroup
 
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
+from hytrain.cotraining import partner
 from hytrain.run import cluster as clusters
 from hytrain.run.cluster import PrivateCluster
 from hytrain.run.seats import Seat
@@ -168,6 +170,15 @@ class Guest:
 
     def __init__(self, seat: Seat) -> None:
         self.cluster, self.rank, self.close = seat.cluster, seat.rank, seat.close
+
+
+@pytest.fixture(autouse=True, scope="session")
+def forks() -> Iterator[None]:
+    """The launchers and CPU trainers of optimizers in this process are forks, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clusters, "Popen", Forked)
+        patch.setattr(partner, "Popen", Forked)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""Programs to run: the launcher, scripts, recipes; and the processes that they consist of."""
+"""Programs to run: the launcher, scripts, recipes; and the processes that they consist of.
+
+Python programs run in forks of a process that has imported torch, but with `how=subprocess.Popen`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from forks import Forked
 from torch import nn
 
 import hytrain
@@ -28,8 +32,9 @@ CLUSTER = ROOT / "bin" / "hytrain-cluster"
 
 def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
     """A command, to its end; its output as text."""
-    words = [str(word) for word in command]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=240, **options)
+    with started(*command, **{"stdin": None, "stderr": subprocess.PIPE, **options}) as process:
+        said = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
 def cluster(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -44,11 +49,13 @@ def environment(**changed: str | None) -> dict[str, str]:
 
 
 @contextmanager
-def started(*command: str | Path, **options: Any) -> Iterator[subprocess.Popen[str]]:
+def started(
+    *command: str | Path, how: type[subprocess.Popen[str]] = Forked, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
     """A process with pipes for its input and output, which is gone at the end."""
     words = [str(word) for word in command]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, **options}
-    with subprocess.Popen(words, text=True, **pipes) as process:
+    with how(words, text=True, **pipes) as process:
         try:
             yield process
         finally:

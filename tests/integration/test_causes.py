@@ -1,8 +1,10 @@
-"""Something is wrong with a live run: `hytrain-monitor` says what and why. Nothing here measures how soon."""
+"""Something is wrong with a live run: `hytrain-monitor` says what and why. Nothing here measures how soon.
+
+Most ask as the monitor does, in this process; two start it.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
@@ -10,28 +12,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from helpers import adamw, process, train
-from programs import CLUSTER, ROOT, SCRIPTS, environment, read_until, roles_below, run, started, write_recipe
+from programs import CLUSTER, ROOT, SCRIPTS, environment, read_until, roles_below, started, write_recipe
 from small_models import perceptron, square_loss
+
+from hytrain.errors import ClusterTimeout
+from hytrain.monitoring import Client
+from workers.observer import Observer
 
 MONITOR = ROOT / "bin" / "hytrain-monitor"
 
 
 def until_told(where: Path, is_told: Callable[[list[str]], bool]) -> list[str]:
-    """What `--once` says is wrong, as soon as it says that. The test's own time limit ends it."""
-    while True:
-        shown = run(sys.executable, MONITOR, where, "--once", "--json")
-        if "does not reply" in shown.stderr:
-            continue  # on a busy machine a coordinator may not get a core in time
-        assert shown.returncode == 0, shown.stderr
-        told: list[str] = json.loads(shown.stdout)["troubles"]
-        if is_told(told):
-            return told
+    """What is wrong with a run, as soon as that is so. The test's own time limit ends it."""
+    with Client(str(where)) as client:
+        observer = Observer(client.run)
+        while True:
+            with suppress(ClusterTimeout):  # on a busy machine a coordinator may not get a core in time
+                told = [trouble.text for trouble in observer.look(client.status()).troubles]
+                if is_told(told):
+                    return told
+            time.sleep(0.05)
 
 
 def has(words: str) -> Callable[[list[str]], bool]:

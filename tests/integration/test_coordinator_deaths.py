@@ -135,7 +135,7 @@ def test_what_a_monitor_has_ordered_stays() -> None:
         training = Training(opt, model, unhurried_loss)
         client.command("trace", "1000")
         for k in ("0.5", "1.0"):
-            assert run(sys.executable, MONITOR, opt.run_dir, "--set-k", k).returncode == 0
+            client.command("k", k)
         training.until(lambda: opt.statistics().k == 1.0)
         training.kill_coordinator()
         steps = training.steps
@@ -144,10 +144,9 @@ def test_what_a_monitor_has_ordered_stays() -> None:
         training.until(lambda: training.steps == steps + 20)
         assert opt.statistics().k == 1.0
         assert "is written into trace.json" in client.command("trace", "0")
-        shown = run(sys.executable, MONITOR, opt.run_dir, "--once", "--json")
-        assert json.loads(shown.stdout)["policy"] == "fixed"
-        assert {layer["owner"] for layer in json.loads(shown.stdout)["layers"]} == {"gpu"}
-        assert run(sys.executable, MONITOR, opt.run_dir, "--set-k", "0").returncode == 0
+        assert client.status().policy == "fixed"
+        assert {layer.updated_by for layer in client.layers()} == {"gpu"}
+        client.command("k", "0")
         training.until(lambda: opt.statistics().k == 0.0)
 
 

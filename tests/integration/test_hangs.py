@@ -14,12 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import adamw, process, train
-from programs import CLUSTER, ROOT, SCRIPTS, cluster, environment, go_on, read_until, roles_below, run, started
+from programs import CLUSTER, ROOT, SCRIPTS, cluster, environment, go_on, read_until, roles_below, started
 from small_models import perceptron, square_loss
 
 import hytrain
 from hytrain.config import ClusterConfig
 from hytrain.errors import WorkerDied
+from hytrain.monitoring import Client
 from workers.process import start_program
 from workers.supervisor import Supervisor
 
@@ -38,10 +39,9 @@ def read_until_log(log: Path, pattern: str) -> str:
 
 
 def silent(opt: hytrain.AdamW) -> dict[str, float]:
-    """Which processes the monitor shows as silent."""
-    shown = run(sys.executable, MONITOR, opt.run_dir, "--once", "--json")
-    assert shown.returncode == 0, shown.stderr
-    return {known["role"]: known["silent_s"] for known in json.loads(shown.stdout)["processes"] if known["silent_s"]}
+    """Which processes the coordinator knows as silent."""
+    with Client(str(opt.run_dir)) as client:
+        return {known.address.role: known.silent_s for known in client.status().processes if known.silent_s}
 
 
 def test_a_stopped_optimizer_is_named_and_may_go_on() -> None:
