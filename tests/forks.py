@@ -4,7 +4,8 @@
                                                             └─ fork ─▶ fork ─▶ the program, through runpy
     test ◀── its process ID: the fork between has ended, so the program is the test's own child
 
-A launcher that runs so forks itself for its workers and its program: `workers.process.Popen` is `Forked` there.
+A launcher that runs so forks itself for its workers and its program, torchrun's agent for its ranks: with `Forked` as
+their `Popen`.
 
 A program looks like a started one: its command line and environment in /proc, its signals, descriptors and parent. It
 is not one in two ways: modules are imported already, and its interpreter ends without clearing them. What depends on
@@ -31,7 +32,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
@@ -40,7 +41,9 @@ from typing import Any, Final, NamedTuple, NoReturn
 PRELOADED: Final = (
     "hytrain.optim",
     "hytrain.recipe.loop",
+    "pytest",
     "torch._dynamo",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "torch.distributed.fsdp",
     "torch.distributed.run",
     "torch.distributed.tensor.parallel",
@@ -50,10 +53,12 @@ PRELOADED: Final = (
     "workers.monitor_view",
     "workers.supervisor",
 )
+#: Whose `Popen` forks, in the server and so in all forks.
+FORKING: Final = ("workers.process", "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
 #: Variables that Python and libraries read when they start. With other ones, a program is started.
-AT_START: Final = re.compile(
-    "(?!PYTHONPATH$|PYTHONUNBUFFERED$)(PYTHON|OMP_|MKL_|KMP_|GOMP_|LD_|HF_|TRANSFORMERS_|TORCH_|PYTORCH_)"
-)
+AT_START: Final = re.compile("(?!PYTHONPATH$|PYTHONUNBUFFERED$)(PYTHON|OMP_|MKL_|LD_|HF_|TRANSFORMERS_)")
+#: Threads that hold no lock which a fork would need: those of torchrun's agent and its store.
+HARMLESS: Final = {"pt_elastic", "pt_tcpstore_uv"}
 #: Room in the server's command line and environment for those of its forks.
 ROOM_BYTES: Final = 1 << 14
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -187,26 +192,28 @@ class _Here:
     @classmethod
     def fork(cls, start: Start) -> int | None:
         """A child of this process; None where threads run that may hold locks."""
-        if len(os.listdir("/proc/self/task")) > 1:
+        if _other_threads() - HARMLESS:
             return None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # none is for our handlers in the fork
         if pid := os.fork():
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return pid
-        run(start)
+        run(start, mask)
 
 
 def serve(connection: socket.socket) -> NoReturn:
     """Fork what the tests' process asks for, until it closes its end."""
     for name in PRELOADED:
         importlib.import_module(name)
-    from workers import process
-
-    process.Popen = Forked  # type: ignore[misc]
+    for name in FORKING:
+        importlib.import_module(name).Popen = Forked  # type: ignore[attr-defined]
+    os.execv = _exec
     _Here.is_fork = True
     _Here.descriptors = frozenset(map(int, os.listdir("/proc/self/fd"))) - {connection.fileno()}
     _Here.filters, _Here.path = list(warnings.filters), list(sys.path)
-    assert len(os.listdir("/proc/self/task")) == 1, "what was imported has started threads"
+    assert not _other_threads(), "what was imported has started threads"
     gc.collect()
     gc.freeze()  # or each fork would copy all, as the collector writes into what it looks at
     connection.send(b"ready")
@@ -224,6 +231,20 @@ def serve(connection: socket.socket) -> NoReturn:
             os.close(descriptor)
 
 
+def _other_threads() -> set[str]:
+    """The names of all threads but this one, those of libraries too."""
+    names = {task.name: (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    return {name for number, name in names.items() if int(number) != threading.get_native_id()}
+
+
+def _exec(path: str, command: Sequence[str]) -> NoReturn:
+    """`os.execv`, by which a rank becomes its program."""
+    start = Start(list(command), dict(os.environ), None, False, {number: number for number in range(3)}, None)
+    if start.forks() and not _other_threads():
+        run(start)
+    os.execve(path, command, os.environ)
+
+
 def _orphan(start: Start) -> int:
     """Fork a fork, which goes to the nearest subreaper, once the one between has ended."""
     told, telling = os.pipe()
@@ -239,11 +260,11 @@ def _orphan(start: Start) -> int:
     return pid
 
 
-def run(start: Start) -> NoReturn:
-    """Become the program, and end with it."""
+def run(start: Start, mask: Iterable[int] = ()) -> NoReturn:
+    """Become the program, with these signals blocked, and end with it."""
     status = 1
     try:
-        _settle(start)
+        _settle(start, mask)
         status = _ended(lambda: _run(start.command))
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -255,22 +276,23 @@ def run(start: Start) -> NoReturn:
         os._exit(status)
 
 
-def _settle(start: Start) -> None:
+def _settle(start: Start, mask: Iterable[int]) -> None:
     """Make this process's state that of one which has just been started."""
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _move(start.descriptors)
     if start.session:
         os.setsid()
-    if start.prepare is not None:
-        start.prepare()
     if start.folder is not None:
         os.chdir(start.folder)
+    if start.prepare is not None:
+        start.prepare()
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(start.environment)
     _show("arg", start.command)

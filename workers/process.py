@@ -98,7 +98,21 @@ def start_program(
     name: str, command: Sequence[str], *, log: Path, environment: dict[str, str], stdout: int, stderr: int
 ) -> Child:
     """Start the user's program, or torchrun's agent. It ends with the launcher. Closes our `stdout` and `stderr`."""
-    process = Popen(command, env=environment, stdout=stdout, stderr=stderr, preexec_fn=end_with_parent)
+    handled = (*ENDINGS, *FOR_PROGRAMS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
+
+    def prepare() -> None:
+        """A signal that comes now is the program's: this process has our handlers until it is executed."""
+        end_with_parent()
+        for number in handled:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    try:
+        process = Popen(command, env=environment, stdout=stdout, stderr=stderr, preexec_fn=prepare)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     os.close(stdout)
     os.close(stderr)
     return Child(name, process, os.pidfd_open(process.pid), log, None, None)

@@ -4,19 +4,18 @@
                                                                             │
     the next test, if a rank has failed ◀── new processes ◀── all killed ◀──┘
 
-Ranks are kept from test to test, and forked by a server that has imported torch once for all of them and does nothing
-else. A function is named by its module, which the ranks import: it belongs into a module of tests/integration that
-imports little.
+Ranks are kept from test to test. A function is named by its module, which the ranks import: it belongs into a module of
+tests/integration that imports little.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import importlib
-import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -29,9 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forks import Forked
 
-#: What takes long to import.
-PRELOADED = ["hytrain.optim", "pytest", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 LIMIT_S = 90.0
 COLLECTIVE_LIMIT_S = 60.0
 #: How long the others have to report, once one rank has failed or all are asked where they are.
@@ -108,11 +106,8 @@ class _Rank:
         self.number = number
         self.pipe, theirs = connection.Pipe()
         self._log = tempfile.TemporaryFile()
-        log = f"/proc/{os.getpid()}/fd/{self._log.fileno()}"
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self._process = context.Process(target=serve, args=(theirs, log, number, world, device), daemon=True)
-        self._process.start()
+        command = [sys.executable, __file__, str(theirs.fileno()), str(number), str(world), device]
+        self._process = Forked(command, stdout=self._log, stderr=self._log, pass_fds=[theirs.fileno()])
         theirs.close()
 
     def send(self, value: Any) -> None:
@@ -127,13 +122,12 @@ class _Rank:
         try:
             result, failure = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            self._process.join(GRACE_S)
-            return None, f"died with status {self._process.exitcode}\n{self._tail()}"
+            return None, f"died with status {self._process.wait()}\n{self._tail()}"
         return result, None if failure is None else f"{failure}{self._tail()}"
 
     def where_it_is(self) -> str:
         """The traces of its threads."""
-        os.kill(self._process.pid or 0, signal.SIGUSR1)
+        self._process.send_signal(signal.SIGUSR1)
         time.sleep(GRACE_S / 3)
         return f"its threads are at\n{self._tail()}"
 
@@ -145,8 +139,7 @@ class _Rank:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.join()
-        self._process.close()
+        self._process.wait()
         self.pipe.close()
         self._log.close()
 
@@ -154,10 +147,8 @@ class _Rank:
 # ---------------------------------------------------------------- in a rank
 
 
-def serve(pipe: connection.Connection, log: str, rank: int, world: int, device: str) -> None:
+def serve(pipe: connection.Connection, rank: int, world: int, device: str) -> None:
     """Join the job, then do what the parent asks for, until it closes the pipe."""
-    for descriptor in (1, 2):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), descriptor)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
     os.environ |= {name: str(value) for name, value in ranks.items()}
@@ -207,3 +198,7 @@ def _call(
         for part in name.split("."):
             function = getattr(function, part)
         return function(*arguments, **options)
+
+
+if __name__ == "__main__":
+    serve(connection.Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -52,7 +52,7 @@ def by_torch() -> str:
 
 
 def test_spawned_workers_and_a_fork_that_ends_like_a_program() -> None:
-    ran = run(sys.executable, SCRIPTS / "children.py")
+    ran = run(sys.executable, SCRIPTS / "children.py", how=subprocess.Popen)
     assert ran.returncode == 0, ran.stderr
     [one, other] = ran.stdout.splitlines()
     assert one == other and one.startswith("weights")
@@ -60,7 +60,7 @@ def test_spawned_workers_and_a_fork_that_ends_like_a_program() -> None:
 
 def test_a_program_under_the_launcher(by_torch: str, run_dir: Path) -> None:
     """No main guard, DataLoader workers; all that it starts, and the weights that torch would have made of it."""
-    with started(sys.executable, CLUSTER, PLAIN, "hytrain", STEPS, "--pause") as launcher:
+    with started(sys.executable, CLUSTER, PLAIN, "hytrain", STEPS, "--pause", how=subprocess.Popen) as launcher:
         read_until(launcher, "paused")
         processes = roles_below(psutil.Process(launcher.pid))
         assert processes.keys() == {"coordinator", "optimizer", "plain"}
@@ -102,7 +102,8 @@ def test_a_plain_script(by_torch: str, tmp_path: Path) -> None:
     author = ["-c", "user.name=name", "-c", "user.email=email"]
     subprocess.run(["git", *author, "commit", "-q", "--allow-empty", "-m", "first"], cwd=tmp_path, check=True)
     home = environment(HYTRAIN_RUN_DIR=None, XDG_STATE_HOME=str(tmp_path))
-    with started(sys.executable, PLAIN, "hytrain", STEPS, "--pause", cwd=tmp_path, env=home) as script:
+    command = (sys.executable, PLAIN, "hytrain", STEPS, "--pause")
+    with started(*command, how=subprocess.Popen, cwd=tmp_path, env=home) as script:
         read_until(script, "paused")
         children = psutil.Process(script.pid).children()
         [launcher] = [child for child in children if "workers.launcher" in child.cmdline()]
@@ -135,7 +136,7 @@ def test_a_recipe_through_three_processes(tmp_path: Path) -> None:
         sample={"prompt": "the people", "tokens": 5},
         cluster={"cores": core},
     )
-    ran = cluster(recipe, env=environment(HYTRAIN_RUN_DIR=None))
+    ran = cluster(recipe, how=subprocess.Popen, env=environment(HYTRAIN_RUN_DIR=None))
     assert ran.returncode == 0, ran.stderr
     for role in ("trainer", "optimizer", "coordinator"):
         assert re.search(rf"{role}\D+\d+", ran.stdout), ran.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from programs import (
     environment,
     read_until,
     roles_below,
+    run,
     started,
     train_recipe,
     write_recipe,
@@ -33,8 +35,8 @@ from hytrain.config import ClusterConfig
 from hytrain.errors import ConfigError
 from hytrain.memory import host
 from hytrain.recipe.saved import latest
+from workers import process, time_limit
 from workers import supervisor as supervisor_module
-from workers import time_limit
 from workers.attempts import Attempts
 from workers.process import Child
 from workers.supervisor import COPY_S, STOP_GRACE_S, End, Supervisor
@@ -157,7 +159,7 @@ def test_a_second_signal_ends_a_recipe_at_once(tmp_path: Path) -> None:
 
 def test_a_recipe_ends_before_the_batch_job_does(tmp_path: Path) -> None:
     """It has to have trained by then, which takes longer on a busy machine."""
-    for limit_s in (20, 60, 180):
+    for limit_s in (5, 20, 60, 180):
         job = environment(HYTRAIN_RUN_DIR=None, SLURM_JOB_END_TIME=str(int(time.time()) + 3600 + limit_s))
         recipe = recipe_in(tmp_path, steps=1_000_000)
         ran = cluster("--save-before", "1h", recipe, env=job)
@@ -178,8 +180,20 @@ def test_a_program_has_the_time_that_it_takes(options: tuple[str, ...]) -> None:
     assert "saved" in said and launcher.returncode == 128 + signal.SIGTERM
 
 
+OUT_OF_TIME = """
+import sys, time
+from pathlib import Path
+from hytrain.config import ClusterConfig
+from workers.supervisor import Supervisor
+
+with Supervisor(ClusterConfig(run_dir=sys.argv[1]), default_name="run") as run:
+    trains_nothing = [sys.executable, "-c", "import signal; signal.pause()"]
+    sys.exit(run.supervise(trains_nothing, end_s=time.monotonic(), recipe_in=Path(sys.argv[1])))
+"""
+
+
 def test_a_recipe_that_has_no_time_is_not_to_be_started_again(tmp_path: Path) -> None:
-    ran = cluster("--time-limit", "1s", recipe_in(tmp_path), env=environment(HYTRAIN_RUN_DIR=None))
+    ran = run(sys.executable, "-c", OUT_OF_TIME, tmp_path / "run")
     assert ran.returncode == 1 and "hytrain-cluster: nothing was trained in this time" in ran.stderr
 
 
@@ -317,6 +331,25 @@ def test_a_copy_of_a_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest
         supervisor._on_signal(signal.SIGTERM, None)
         assert supervisor._again is is_second
     supervisor._end()
+
+
+def test_a_signal_that_comes_while_a_program_starts_is_the_program_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is executed, its process has the launcher's handlers, which would only remember the signal."""
+    monkeypatch.setattr(process, "end_with_parent", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    handler = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        out, err = os.dup(1), os.dup(2)
+        waits = [sys.executable, "-c", "import signal; signal.pause()"]
+        child = process.start_program("it", waits, log=tmp_path, environment={}, stdout=out, stderr=err)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    try:
+        assert child.process.wait(60) == -signal.SIGTERM
+    finally:
+        child.process.kill()
+        os.close(child.pidfd)
 
 
 def test_a_signal_while_the_processes_start_is_heard(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def test_an_error_of_one_rank_is_raised_on_all(two_ranks: RankGroup, tmp_path: P
 
 
 def test_a_program_under_torchrun(run_dir: Path) -> None:
-    ran = run(sys.executable, CLUSTER, "--nproc-per-node", "2", SHARDED, "12")
+    ran = run(sys.executable, CLUSTER, "--nproc-per-node", "2", SHARDED, "12", how=subprocess.Popen)
     assert ran.returncode == 0, ran.stderr
     assert sorted(re.findall(r"rank . is done", ran.stdout)) == ["rank 0 is done", "rank 1 is done"]
     for rank, metrics in enumerate(("metrics.jsonl", "metrics-1.jsonl")):
