@@ -25,6 +25,7 @@ from pathlib import Path
 import hypothesis
 import psutil
 import pytest
+from cpu_seconds import CpuSeconds
 from forks import Server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +49,20 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Where Triton is installed, torch's compiler would start a pool of processes that outlives the test.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    config.pluginmanager.register(CpuSeconds())
+    if not hasattr(config, "workerinput"):  # before there are several processes, which would all build them
+        build_kernels()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited from a shell that runs this in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def build_kernels() -> None:
+    from hytrain.errors import BackendUnavailable
+    from hytrain.kernels.build import build
+
+    with contextlib.suppress(BackendUnavailable):
+        for source in (ROOT / "hytrain/kernels").glob("*.cpp"):
+            build(source)
 
 
 @pytest.hookimpl(wrapper=True)
