@@ -85,9 +85,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="gpu: torch sees no CUDA device here"))
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if Server.current is not None:
-        Server.current.close()
+@pytest.fixture(scope="session")
+def forks() -> Iterator[None]:
+    """Python programs are forks, if `Forked` starts them."""
+    server = Server()
+    yield
+    server.close()
 
 
 def has_cuda() -> bool:
@@ -105,8 +108,6 @@ def no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if request.node.get_closest_marker("gpu") and has_cuda():
         open_cuda()
     tmp_path_factory.getbasetemp()  # settled now, lest it be put into the folder below
-    if Server.current is None:
-        Server()  # before what is there is looked at
     with pytest.MonkeyPatch.context() as patch:
         # Short, since an ipc:// path has 107 characters. Whoever has it in its environment is this test's.
         folder = Path(tempfile.mkdtemp(prefix="ht-"))

@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -249,7 +250,10 @@ def _orphan(start: Start) -> int:
     """Fork a fork, which goes to the nearest subreaper, once the one between has ended."""
     told, telling = os.pipe()
     if (between := os.fork()) == 0:
+        between = os.getpid()
         if (pid := os.fork()) == 0:
+            while os.getppid() == between:  # or its end would be taken for the parent's by a program that asks to hear
+                time.sleep(0.001)
             run(start)
         os.write(telling, str(pid).encode())
         os._exit(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     source = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
     assert "GRACE_S = 10.0" in source
     pytester.makeconftest(source.replace("GRACE_S = 10.0", "GRACE_S = 0.1"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     pytester.makeini("[pytest]\nmarkers =\n    spawns\n    gpu\n    slow\n")
     return pytester
 

@@ -33,6 +33,7 @@ from workers.monitor_view import Snapshot
 from workers.troubles import Usage, find
 from workers.web import Feed
 
+pytestmark = pytest.mark.usefixtures("forks")
 ROOT = Path(__file__).resolve().parent.parent
 
 #: Trains with fixed seeds and ends with a digest of the weights. It pauses, until it gets a line of input, at each
@@ -91,9 +92,9 @@ def running(command: list[str | Path], **options: Any) -> Iterator[subprocess.Po
             process.terminate()
 
 
-def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+def ask(*arguments: str, how: type[subprocess.Popen[str]] = Forked) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, ROOT / "bin/hytrain-monitor", *arguments]
-    with Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with how(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         said = process.communicate(timeout=60)
     return subprocess.CompletedProcess(command, process.returncode, *said)
 
@@ -137,7 +138,7 @@ def test_it_shows_what_the_run_records_and_passes_commands_on(tmp_path: Path) ->
         read_until(launcher, paused)
         with watching("--follow", "--json") as follower:
             read_until(follower, at_step(4))
-            once = ask("--once", "--json")
+            once = ask("--once", "--json", how=subprocess.Popen)
             assert once.returncode == 0, once.stderr
             status, record = json.loads(once.stdout), recorded(tmp_path / "run")[-1]
             assert {name: status[name] for name in record} == record

@@ -173,7 +173,7 @@ class Guest:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def forks() -> Iterator[None]:
+def forked_workers(forks: None) -> Iterator[None]:
     """The launchers and CPU trainers of optimizers in this process are forks, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clusters, "Popen", Forked)

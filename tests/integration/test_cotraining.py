@@ -281,7 +281,11 @@ def test_a_cpu_trainer_that_is_lost_costs_no_bit(
 
 def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RANDOM))
-    with started(sys.executable, CLUSTER, tmp_path / "recipe.yaml", cwd=tmp_path, stderr=subprocess.STDOUT) as launcher:
+    command, options = (
+        (sys.executable, CLUSTER, tmp_path / "recipe.yaml"),
+        {"cwd": tmp_path, "stderr": subprocess.STDOUT},
+    )
+    with started(*command, how=subprocess.Popen, **options) as launcher:
         read_until(launcher, "step 20/")
         trainer = roles_below(psutil.Process(launcher.pid))["trainer"]
         [helper] = [child for child in trainer.children() if "workers.cpu_trainer" in child.cmdline()]
