@@ -1,5 +1,7 @@
-# Everything runs in .venv, which `make setup` creates with $(PYTHON) from setup.cfg and constraints.txt.
+# Everything runs in .venv, which is made with $(PYTHON) from setup.cfg and constraints.txt. Each target installs there
+# what it needs.
 #
+#   make setup      HyTrain with its integrations, and what the tests need
 #   make demo       train a small Llama on real text, through three processes, on the CPU
 #   make test       linters, types, the website and the tests that need no GPU
 #   make docs       the website, in build/site/index.html; a broken link is an error
@@ -19,11 +21,19 @@ SYSTEM_TORCH ?= $(if $(wildcard .venv/.ready-system-torch),1)
 
 BORROW := $(filter 1,$(SYSTEM_TORCH))
 READY := .venv/.ready-$(if $(BORROW),system,pinned)-torch
+FOR_TESTS := .venv/.ready-tests
+FOR_DOCS := .venv/.ready-docs
 IN_VENV := .venv/bin/python
 
 .PHONY: setup demo test test-slow faults soak fuzz lint docs test-gpu bench bench-gpu
 
-setup: $(READY)
+setup: $(FOR_TESTS)
+
+, := ,
+define INSTALL
+$(IN_VENV) -m pip install -c .venv/constraints.txt -e '.[$(1)]'
+@touch $@
+endef
 
 FAIL = { echo "make setup: $(1)" >&2; exit 1; }
 
@@ -34,7 +44,7 @@ $(READY): setup.cfg pyproject.toml constraints.txt
 ifdef BORROW
 	@$(PYTHON) -c 'import torch' || $(call FAIL,SYSTEM_TORCH=1 needs a $(PYTHON) that has torch)
 endif
-	@[ -z "$(filter-out $(READY),$(wildcard .venv/.ready-*))" ] || rm -rf .venv
+	@[ -z "$(filter-out $(READY),$(wildcard .venv/.ready-*-torch))" ] || rm -rf .venv
 	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv .venv; \
 	else $(PYTHON) -m venv --without-pip .venv && $(PYTHON) -m pip --python $(IN_VENV) install -q pip; fi || \
 	    $(call FAIL,$(PYTHON) made no venv with pip; on Debian or Ubuntu: apt install python3-venv)
@@ -47,10 +57,15 @@ ifdef BORROW
 else
 	cp constraints.txt .venv/constraints.txt
 endif
-	$(IN_VENV) -m pip install -c .venv/constraints.txt -e '.[all,test,docs]'
-	@touch $@
+	$(call INSTALL,recipe)
 
-demo: setup
+$(FOR_TESTS): $(READY)
+	$(call INSTALL,all$(,)test)
+
+$(FOR_DOCS): $(READY)
+	$(call INSTALL,docs)
+
+demo: $(READY)
 	$(IN_VENV) bin/hytrain-cluster examples/demo.yaml
 
 # Tests wait for processes most of the time. With more than a few at once they would wait for each other.
@@ -76,7 +91,7 @@ lint: setup
 	$(IN_VENV) -m ruff format --check .
 	$(IN_VENV) -m mypy
 
-docs: setup
+docs: $(FOR_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(IN_VENV) -m mkdocs build --strict
 
 test-gpu:
