@@ -32,11 +32,11 @@ from hytrain.config import Cluster
 from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainError, WorkerDied
 from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena
 from hytrain.memory.transfer import Transfer
-from hytrain.run.cluster import PrivateCluster, has_ended
+from hytrain.run.cluster import PrivateCluster, await_end, has_ended
 from hytrain.run.ownership import PlanBook
 from hytrain.run.seats import Seat
 from protocol.address import COORDINATOR, Address
-from protocol.channel import Inbox, Network, Outbox, PeerDied, PeerNotReading
+from protocol.channel import Inbox, Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handles import ArenaLayout
 from protocol.handshake import WorkerHandshake
 from protocol.messages import (
@@ -72,6 +72,8 @@ KEPT: Final = 100_000
 RETRY_S: Final = 0.05
 #: Another coordinator is there after a second, on a busy machine later.
 START_TIMEOUT_S: Final = 30.0
+#: An optimizer that has failed says so, and ends. Only a hang takes longer.
+FAILED_END_S: Final = 60.0
 
 _log = logging.getLogger(__name__)
 M = TypeVar("M", Welcome, Plan, Reassign)
@@ -216,11 +218,35 @@ class Link:
     def _worker_died(self, noticed: PeerDied, way_on: str = "") -> WorkerDied:
         """The error that says who died first, and how, where that can be found out."""
         try:
-            first = self._place.first_death()
+            first = self._place.first_death() if self._ends_the_run(noticed) else ""
         except Exception:  # what was noticed must be told, whatever the launcher said
             first = ""
         first += ", as the kernel does when memory runs out" if "SIGKILL" in first else ""
         return WorkerDied(f"{first or noticed}; its log is in {self._cluster.run_dir}/logs{way_on}")
+
+    def _ends_the_run(self, death: PeerDied) -> bool:
+        """Whether the launcher ends after this death. In the place of a coordinator, it starts another one."""
+        ends_s = time.monotonic() + START_TIMEOUT_S
+        while death.name == _COORDINATOR and not has_ended(self._cluster.launcher_pid):
+            with contextlib.suppress(ConfigError):
+                if Cluster.read(self._cluster.socket_dir).coordinator_pid != self.coordinator_pid:
+                    return False
+            if time.monotonic() >= ends_s:
+                return False
+            time.sleep(RETRY_S)
+        return True
+
+    def _failure(self, incoming: Incoming, failure: Failure) -> str:
+        """A worker's failure as text. An optimizer ends after it, and is waited for.
+
+        Who ends because of it must not end before it: the launcher looks which of its processes has ended.
+        """
+        if incoming.address.role == "optimizer":
+            self._await_optimizer()
+        return describe_failure(incoming.address, failure)
+
+    def _await_optimizer(self) -> None:
+        await_end(self._cluster.optimizer_pids[self.address.rank], FAILED_END_S)
 
     def _expect(self, kind: type[M]) -> M:
         """The next message, which must be a `kind`. Raises `ClusterError` if it is not, or if it reports a failure."""
@@ -230,7 +256,7 @@ class Link:
         if isinstance(incoming.message, Introduce):
             raise _Asked(incoming.message)
         if isinstance(incoming.message, Failure):
-            raise ClusterError(describe_failure(incoming.address, incoming.message))
+            raise ClusterError(self._failure(incoming, incoming.message))
         if not isinstance(incoming.message, kind):
             raise ClusterError(f"expected {kind.__name__}, got {type(incoming.message).__name__}")
         return incoming.message
@@ -301,6 +327,8 @@ class Link:
         except TimeoutError:
             raise ClusterTimeout(f"no arena from the optimizer within {self._timeout_s:.0f} s") from None
         except (EOFError, OSError, ValueError) as error:
+            if isinstance(error, EOFError | ConnectionError) and not self._closed:
+                self._await_optimizer()  # its end of the connection closes before its own end can be seen
             raise ClusterError(f"the optimizer process sent no arena: {error}") from None
 
     def close(self) -> None:
@@ -402,7 +430,7 @@ class Link:
                 elif isinstance(incoming.message, Welcome):
                     self._on_welcome(incoming.message)
                 elif isinstance(incoming.message, Failure):
-                    listener.on_failure(WorkerDied(describe_failure(incoming.address, incoming.message)))
+                    listener.on_failure(WorkerDied(self._failure(incoming, incoming.message)))
                 else:
                     listener.on_message(incoming.message)
         except PeerDied as death:
