@@ -93,7 +93,8 @@ class Sequence:
 class _Socket:
     """One ZeroMQ socket of a `Network`, which closes it."""
 
-    _linger_s = 0.0
+    #: How long `close` waits until what was sent is delivered.
+    linger_s = 0.0
 
     def __init__(self, network: Network, kind: int, name: str, *, high_water_mark: int = HIGH_WATER_MARK) -> None:
         # A process that takes another's place has larger numbers than that one had.
@@ -127,7 +128,7 @@ class _Socket:
         return None
 
     def close(self) -> None:
-        self._socket.close(linger=int(self._linger_s * 1e3))
+        self._socket.close(linger=int(self.linger_s * 1e3))
 
 
 class Inbox(_Socket):
@@ -252,7 +253,7 @@ class Outbox(_Socket):
 
     def __init__(self, network: Network, to: Address | str, linger_s: float, name: str) -> None:
         super().__init__(network, zmq.DEALER, str(to))
-        self._linger_s = linger_s
+        self.linger_s = linger_s
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
         self._socket.setsockopt(zmq.RCVHWM, REPLIES_HIGH_WATER_MARK)
         self._socket.connect(self._where)

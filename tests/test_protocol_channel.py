@@ -34,7 +34,7 @@ from protocol.senders import BY_ROLE
 
 TOKEN = "token"
 HERE, MONITOR = Address("optimizer", 0), Address("monitor", 7)
-SOON_S = 20.0  # for what must come: far longer than it takes
+SOON_S = 60.0  # for what must come: far longer than it takes
 
 pytestmark = pytest.mark.spawns  # looks for descriptors and sockets that were left behind
 

@@ -71,7 +71,10 @@ _COORDINATOR: Final = "the coordinator process"
 KEPT: Final = 100_000
 RETRY_S: Final = 0.05
 #: Another coordinator is there after a second, on a busy machine later.
-START_TIMEOUT_S: Final = 30.0
+START_TIMEOUT_S: Final = 60.0
+#: At the end, what was said last is delivered within this time to those who live. A busy machine may need more than an
+#: instant; who has been stopped may go on.
+LINGER_S: Final = 10.0
 #: An optimizer that has failed says so, and ends. Only a hang takes longer.
 FAILED_END_S: Final = 60.0
 
@@ -161,7 +164,7 @@ class Link:
             self._inbox.watch("the optimizer process", self._cluster.optimizer_pids[self.address.rank])
             self._watch_coordinator()
             peers = {"optimizer": Address("optimizer", self.address.rank), "coordinator": COORDINATOR}
-            self._outboxes = {role: self._network.outbox(to) for role, to in peers.items()}
+            self._outboxes = {role: self._network.outbox(to, linger_s=LINGER_S) for role, to in peers.items()}
             self._hello = self._handshake.hello()
             self._outboxes["coordinator"].send(self._hello)
             self._handshake.on_welcome(self._await_welcome())
@@ -351,6 +354,10 @@ class Link:
         with contextlib.suppress(OSError):
             self._arenas.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an arena
         self._arenas.close()
+        pids = {"optimizer": self._cluster.optimizer_pids[self.address.rank], "coordinator": self.coordinator_pid}
+        for role, outbox in self._outboxes.items():
+            if has_ended(pids[role]):
+                outbox.linger_s = 0.0  # nobody is left to hear it
         if not any(thread.is_alive() for thread in self._threads):
             self._network.close()
 

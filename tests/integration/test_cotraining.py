@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 import yaml
-from helpers import differing, on_waiting, process, state, weights
+from helpers import DEADLINE_S, differing, on_waiting, process, state, weights
 from programs import CLUSTER, read_until, roles_below, started
 from torch import Tensor, nn
 from variants import slow
@@ -286,8 +286,8 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
         trainer = roles_below(psutil.Process(launcher.pid))["trainer"]
         [helper] = [child for child in trainer.children() if "workers.cpu_trainer" in child.cmdline()]
         trainer.kill()
-        launcher.wait(60)
-        helper.wait(60)
+        launcher.wait(DEADLINE_S)
+        helper.wait(DEADLINE_S)
 
 
 def test_auto_measures_and_says_what_it_decides(
