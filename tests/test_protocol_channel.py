@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import zmq
 
+from protocol import channel
 from protocol.address import COORDINATOR, ROLES, Address
 from protocol.channel import (
     HIGH_WATER_MARK,
@@ -285,12 +287,22 @@ with Network(sys.argv[1], token="token", address=Address("trainer", 0)) as netwo
 """
 
 
-def test_what_a_peer_said_before_its_death_is_heard_first(folder: str, network: Network) -> None:
+def test_what_a_peer_said_before_its_death_is_heard_first(
+    folder: str, network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the thread is that its words pass through."""
+    monkeypatch.setattr(channel, "LAST_WORDS_S", SOON_S)
     inbox = network.inbox()
     with child(LAST_WORDS, folder) as process:
         inbox.watch("the child", process.pid)
+        ended = os.pidfd_open(process.pid)
+        assert select.select([ended], [], [], SOON_S)[0]
+        os.close(ended)
         for lid in range(30):
             assert received(inbox) == GiveUp(plan_id=0, lid=lid, step=0)
+        monkeypatch.setattr(channel, "LAST_WORDS_S", 0.0)
+        inbox.unwatch("the child")
+        inbox.watch("the child", process.pid)
         with pytest.raises(PeerDied):
             inbox.receive(SOON_S)
 
