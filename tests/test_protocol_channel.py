@@ -307,6 +307,22 @@ def test_what_a_peer_said_before_its_death_is_heard_first(
             inbox.receive(SOON_S)
 
 
+def test_what_has_arrived_is_heard_before_a_death_that_is_noticed_late(
+    network: Network, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a reader that has other things to do, or gets no core for longer than last words have."""
+    inbox = network.inbox()
+    network.outbox(HERE).send(ready())
+    assert inbox._socket.poll(SOON_S * 1e3)
+    reading, writing = os.pipe()
+    inbox.watch_descriptor("the peer", reading)
+    os.close(writing)
+    monkeypatch.setattr(channel, "LAST_WORDS_S", 0.0)
+    assert received(inbox) == ready()
+    with pytest.raises(PeerDied, match="the peer died"):
+        inbox.receive(SOON_S)
+
+
 def test_a_reader_that_never_reads_is_an_error_and_no_wait(network: Network) -> None:
     outbox = network.outbox(HERE)
     with pytest.raises(PeerNotReading, match="optimizer-0 does not read"):
