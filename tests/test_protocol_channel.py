@@ -339,11 +339,10 @@ def test_a_monitor_that_stalls_holds_nobody_up(network: Network) -> None:
     for number in range(rounds):
         publisher.publish(status(str(number) + "x" * 20_000))
     kept = 0
-    while stalled.receive(0.05) is not None:
-        kept += 1
+    while (frame := stalled.receive(0.01)) != status("last"):
+        kept += frame is not None
+        publisher.publish(status("last"))  # of which those are lost that come while it is still behind
     assert 0 < kept < rounds
-    publisher.publish(status("last"))
-    assert stalled.receive(SOON_S) == status("last")
 
 
 def test_a_path_that_is_too_long_for_a_socket_is_refused() -> None:
