@@ -32,8 +32,8 @@ from hytrain.step.health import Health
 from workers.records import LOG_PATIENCE_STEPS
 
 LR = 1e-2
-#: How long to wait for what must happen: much longer than it takes on a busy machine, so that only a hang is late.
-DEADLINE_S = 60.0
+#: How long to wait for what must happen, if only that a run starts: on a busy machine, too, only a hang is late.
+DEADLINE_S = 120.0
 
 
 class OnMasters(torch.optim.Optimizer):

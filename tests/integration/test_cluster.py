@@ -286,11 +286,10 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     options = {"env": environment(HYTRAIN_RUN_DIR=None), "stderr": subprocess.DEVNULL}
     with started("nohup", sys.executable, CLUSTER, recipe, **options) as launcher:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        while not metrics.exists() or not metrics.stat().st_size:
-            assert launcher.poll() is None
-            time.sleep(0.05)
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size)
         for process in (launcher, *psutil.Process(launcher.pid).children()):
-            process.send_signal(signal.SIGHUP)
+            with suppress(psutil.NoSuchProcess):  # it may be at its end
+                process.send_signal(signal.SIGHUP)
         launcher.communicate(timeout=120)
     assert launcher.returncode == 0 and len(metrics.read_text().splitlines()) == 60
 
