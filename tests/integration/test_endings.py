@@ -140,8 +140,15 @@ def end_by_a_signal(recipe: Path, *options: str) -> tuple[Path, int]:
     with begin(recipe, *options, later=recipe.parent / "later") as launcher:
         wait_for_step(launcher, run_dir, 6)
         tree = psutil.Process(launcher.pid)
-        for process in [tree, tree, *tree.children(recursive=True)]:  # twice, as from `timeout`
-            process.send_signal(signal.SIGTERM)
+        others = tree.children(recursive=True)
+        for process in others:  # so that it goes on until the launcher has got both of its own
+            process.suspend()
+        tree.terminate()
+        wait_for_words(launcher, "SIGTERM: the run is told to end")
+        for process in [tree, *others]:  # the launcher's second one is a copy, as from `timeout`
+            process.terminate()
+        for process in others:
+            process.resume()
         said = rest(launcher)
     assert launcher.returncode == 128 + signal.SIGTERM, said
     step = ended(said, run_dir)
