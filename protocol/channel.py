@@ -43,6 +43,8 @@ SOCKET_FRAME_BYTES: Final = 4 * MAX_FRAME_BYTES
 MAX_IPC_PATH_BYTES: Final = 107
 #: A dead peer's last messages may still be passing through ZeroMQ's own thread when its death is noticed.
 LAST_WORDS_S: Final = 0.05
+#: What has arrived by then is heard first, but for a flood that would never end.
+LAST_WORDS: Final = 10_000
 
 _log = rate_limited(__name__)
 
@@ -93,7 +95,8 @@ class Sequence:
 class _Socket:
     """One ZeroMQ socket of a `Network`, which closes it."""
 
-    _linger_s = 0.0
+    #: How long `close` waits until what was sent is delivered.
+    linger_s = 0.0
 
     def __init__(self, network: Network, kind: int, name: str, *, high_water_mark: int = HIGH_WATER_MARK) -> None:
         # A process that takes another's place has larger numbers than that one had.
@@ -127,7 +130,7 @@ class _Socket:
         return None
 
     def close(self) -> None:
-        self._socket.close(linger=int(self._linger_s * 1e3))
+        self._socket.close(linger=int(self.linger_s * 1e3))
 
 
 class Inbox(_Socket):
@@ -139,6 +142,7 @@ class Inbox(_Socket):
         self._admitted: frozenset[str] | None = None
         self._deaths: dict[int, str] = {}
         self._dead: tuple[str, float] | None = None
+        self._words_left = LAST_WORDS
         self._ends = select.poll()
         self._poller = zmq.Poller()
         self._socket.setsockopt(zmq.SNDHWM, REPLIES_HIGH_WATER_MARK)
@@ -177,7 +181,8 @@ class Inbox(_Socket):
     def receive(self, timeout_s: float | None) -> Incoming | None:
         """Wait for a message; None after `timeout_s` seconds. Raises `PeerDied`.
 
-        A watched peer's death ends the wait after `LAST_WORDS_S`, even while messages of others arrive.
+        A watched peer's death ends the wait after `LAST_WORDS_S`, once nothing is left that has arrived, or after
+        `LAST_WORDS` messages.
         """
         ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -185,22 +190,25 @@ class Inbox(_Socket):
             if frames := self._next_frames():
                 if (incoming := self._open(frames)) is not None:
                     return incoming
+            elif self._dead is not None and time.monotonic() >= words_end_s:
+                raise PeerDied(self._dead[0])
             elif self._poller.poll(_left_ms(min(ends_s, words_end_s))):
                 continue
             if time.monotonic() >= ends_s:
                 return None
 
     def _last_words_end_s(self) -> float:
-        """When a peer's death ends the wait; infinity while all live. Raises `PeerDied` at that time."""
+        """When a peer's death ends the wait; infinity while all live. Raises `PeerDied` in a flood."""
         if self._dead is None:
             for descriptor, _ in self._ends.poll(0):
-                self._dead = (self._deaths[descriptor], time.monotonic() + LAST_WORDS_S)
+                self._dead, self._words_left = (self._deaths[descriptor], time.monotonic() + LAST_WORDS_S), LAST_WORDS
                 self._poller.unregister(descriptor)  # it stays readable and would end every poll at once
                 break
         if self._dead is None:
             return math.inf
         name, ends_s = self._dead
-        if time.monotonic() >= ends_s:
+        self._words_left -= 1
+        if self._words_left < 0:
             raise PeerDied(name)
         return ends_s
 
@@ -252,7 +260,7 @@ class Outbox(_Socket):
 
     def __init__(self, network: Network, to: Address | str, linger_s: float, name: str) -> None:
         super().__init__(network, zmq.DEALER, str(to))
-        self._linger_s = linger_s
+        self.linger_s = linger_s
         self._socket.setsockopt(zmq.IDENTITY, name.encode())
         self._socket.setsockopt(zmq.RCVHWM, REPLIES_HIGH_WATER_MARK)
         self._socket.connect(self._where)

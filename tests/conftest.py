@@ -29,7 +29,7 @@ from cpu_seconds import CpuSeconds
 from forks import Server
 
 ROOT = Path(__file__).resolve().parent.parent
-GRACE_S = 10.0  # for processes that are still on their way out when the test returns
+GRACE_S = 60.0  # for processes that are still on their way out when the test returns
 
 # How long an example takes says nothing on a busy machine.
 hypothesis.settings.register_profile("hytrain", deadline=None)

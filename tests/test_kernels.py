@@ -499,7 +499,7 @@ backend, _ = load(sys.argv[1], 1)
 for threads in (1, 4, 2):
     backend.threads = threads
     backend.update(**planes, remainder=0, numel=numel, weights_dtype="float32", grads_dtype="float32", scalars=step)
-    seen, deadline = len(os.listdir("/proc/self/task")), time.monotonic() + 30
+    seen, deadline = len(os.listdir("/proc/self/task")), time.monotonic() + 60
     if threads == 1:
         others = seen - 1
     while seen > others + threads and time.monotonic() < deadline:

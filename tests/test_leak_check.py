@@ -52,8 +52,8 @@ def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.
     """A test run of its own under the project's conftest, which gives up sooner."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # of other packages, which take seconds
     source = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
-    assert "GRACE_S = 10.0" in source
-    pytester.makeconftest(source.replace("GRACE_S = 10.0", "GRACE_S = 0.1"))
+    assert "GRACE_S = 60.0" in source
+    pytester.makeconftest(source.replace("GRACE_S = 60.0", "GRACE_S = 0.1"))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
     pytester.makeini("[pytest]\nmarkers =\n    spawns\n    gpu\n    slow\n")
     return pytester

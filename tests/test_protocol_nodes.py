@@ -19,7 +19,7 @@ from protocol.messages import NodeStatus, RankStatus
 from protocol.nodes import HIGH_WATER_MARK, Collector, Keys, Reporter
 
 SENDER = Address("coordinator", 4)
-SOON_S = 20.0
+SOON_S = 60.0
 SENT = 50 * HIGH_WATER_MARK
 LONG = " " * 50_000
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from hytrain.errors import ConfigError
 from hytrain.run import trace
 from protocol import messages as m
 from workers.monitor import ORDERS, SETTINGS
-from workers.screen import DRAWN, KEPT, KEPT_LINES, NO_TIMELINE, PEAK, Screen
+from workers.screen import DRAWN, ENDED, KEPT, KEPT_LINES, NO_TIMELINE, PEAK, Screen
 
 ALL = (*SETTINGS, *ORDERS)
 SCREENS = Path(__file__).with_name("screens")
@@ -60,9 +61,8 @@ class Run:
 
 async def until(pilot: Pilot[None], is_so: Callable[[], bool]) -> None:
     """Wait for it, but not for ever: the test then says what is instead."""
-    for _ in range(500):
-        if is_so():
-            return
+    ends_s = time.monotonic() + 60
+    while not is_so() and time.monotonic() < ends_s:
         await pilot.pause(0.02)
 
 
@@ -75,8 +75,8 @@ def shown(run: Run, *keys: str, size: tuple[int, int] = (120, 40)) -> tuple[Scre
             await until(pilot, lambda: screen.shown is not None and screen.shown.status.record == run.newest)
             for key in keys:
                 await pilot.press(key)
-            await until(pilot, lambda: len(run.commands) >= ("enter" in keys))
-            await pilot.pause(0.1)
+            await until(pilot, lambda: len(screen._notifications) >= ("enter" in keys))  # the reply
+            await until(pilot, lambda: not screen.query_one("#plans", RichLog)._deferred_renders)
             found["plans"] = [line.text for line in screen.query_one("#plans", RichLog).lines]
             found["curves"] = {
                 name: list(screen.query_one(f"#{name}", Sparkline).data or ()) for name in ("loss", "step_s", "stall_s")
@@ -85,8 +85,8 @@ def shown(run: Run, *keys: str, size: tuple[int, int] = (120, 40)) -> tuple[Scre
             found["told"] = [notification.message for notification in screen._notifications]
             found["asks"] = bool(screen.screen.query(Input))
             run.ends.set()
+            await until(pilot, lambda: any(one.message == ENDED for one in screen._notifications))
             await until(pilot, screen.has_followed.is_set)
-            await pilot.pause(0.1)
             found["end"] = [notification.message for notification in screen._notifications]
 
     asyncio.run(drive())
@@ -247,9 +247,10 @@ def test_all_keys_and_a_question_have_room_at_80_columns() -> None:
 
     async def drive() -> None:
         async with screen.run_test(size=(80, 24)) as pilot:
-            await pilot.pause()
+            wanted = {"k", "policy", "trace", "checkpoint", "gantt", "quit"}
+            await until(pilot, lambda: {key.description for key in screen.query(FooterKey) if key.region} >= wanted)
             keys = screen.query(FooterKey)
-            assert {key.description for key in keys} >= {"k", "policy", "trace", "checkpoint", "gantt", "quit"}
+            assert {key.description for key in keys} >= wanted
             assert all(key.region.right <= 80 and key.region.width > len(key.description) for key in keys)
             await pilot.press("c")
             asked, how = screen.screen.query(Label)
@@ -311,4 +312,4 @@ def test_leaving_stops_the_thread_that_follows() -> None:
             await pilot.press("q")
 
     asyncio.run(drive())
-    assert screen.has_followed.wait(10)
+    assert screen.has_followed.wait(60)

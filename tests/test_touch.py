@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +18,8 @@ from hytrain.kernels.native import SMALL_CALLS, NativeBackend
 from hytrain.memory.arena import HUGE_PAGE_BYTES, Mapping
 
 MADV_COLLAPSE = 25
-TRIES = 10
+DEADLINE_S = 60.0
+PAGES = 10
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -35,8 +37,8 @@ def test_touch_brings_huge_pages_and_nothing_beyond(lead: int) -> None:
     backend, _ = backends.load("native", threads=2)
     nbytes = 3 * HUGE_PAGE_BYTES
     whole = (nbytes // HUGE_PAGE_BYTES - bool(lead)) * has_huge_pages()
-    found = []
-    while len(found) < TRIES and whole not in found:  # the kernel may be busy with a page
+    found, ends_s = list[int](), time.monotonic() + DEADLINE_S
+    while whole not in found and time.monotonic() < ends_s:  # the kernel may be busy with a page
         with memory_file(6 * HUGE_PAGE_BYTES) as (mapping, descriptor):
             start = HUGE_PAGE_BYTES + lead
             backend.touch(mapping.address + start, nbytes)
@@ -63,9 +65,9 @@ def test_where_there_are_no_huge_pages_they_are_not_asked_for_each_time() -> Non
 
 def has_huge_pages() -> bool:
     """Whether this kernel gives shared memory huge pages to a process that asks for them."""
-    with memory_file(TRIES * HUGE_PAGE_BYTES) as (mapping, _):
+    with memory_file(PAGES * HUGE_PAGE_BYTES) as (mapping, _):
         places = range(0, mapping.nbytes, HUGE_PAGE_BYTES)
-        mapping.buffer[::HUGE_PAGE_BYTES] = bytes(TRIES)
+        mapping.buffer[::HUGE_PAGE_BYTES] = bytes(PAGES)
         size = ctypes.c_size_t(HUGE_PAGE_BYTES)
         return any(libc.madvise(ctypes.c_void_p(mapping.address + at), size, MADV_COLLAPSE) == 0 for at in places)
 

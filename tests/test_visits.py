@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -89,17 +88,32 @@ def test_what_is_updated_is_let_go_without_a_wait() -> None:
 
 
 def test_two_threads_let_go_only_what_is_updated() -> None:
-    """Each sees that the first one is, and torch gives the turn to the other one there."""
+    """One sees that the first one is; torch gives the turn to the other one there, which waits, or sees it, too."""
     transfers = Late()
     made = Visits(transfers, torch.device("cpu"), [SEGMENT], hold_bytes=1 << 30)
     for _ in range(2):
         visit(made)
-    both = threading.Barrier(2, timeout=0.5)
+    came, both, lock = set[int](), threading.Event(), made._lock
+
+    def come() -> None:
+        came.add(threading.get_ident())
+        if len(came) == 2:
+            both.set()
 
     def query() -> bool:
-        with suppress(threading.BrokenBarrierError):
-            both.wait()
+        come()
+        assert both.wait(60)
         return True
+
+    class Watched:
+        def __enter__(self) -> None:
+            come()
+            lock.__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            lock.__exit__(*error)
+
+    made._lock = Watched()  # type: ignore[assignment]
 
     transfers.updates[0].query.side_effect = query
     threads = [threading.Thread(target=made.let_go) for _ in range(2)]

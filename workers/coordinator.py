@@ -188,6 +188,8 @@ class Coordinator:
         An inbox ignores a connection that begins before it has been read to the end of the one before, for good.
         """
         self._attempts += 1
+        if self._asked:
+            _log.info("asks %s, attempt %d", ", ".join(self._asked), self._attempts)
         for inbox, address in self._asked.items():
             self._disconnect(inbox)
             self._outboxes[inbox] = address, self._network.outbox(inbox)

@@ -48,8 +48,6 @@ STOP_GRACE_S: Final = 3.0
 RECORDS_GRACE_S: Final = 15.0
 #: The trainer's place under torchrun.
 AGENT: Final = "torchrun"
-#: A trainer may fail because a worker died. Its end may be noticed up to this long before the worker's.
-SAME_END_S: Final = 0.5
 #: A signal this soon after the first is its copy: `timeout` sends one to its child, then to the child's whole group.
 COPY_S: Final = 0.5
 #: So many coordinators may die in a row, without a step between their deaths.
@@ -364,6 +362,7 @@ class Supervisor:
     def _ended(self, ended: list[Child], trainer: Child, output: Tee, asked: int | None) -> End:
         """Which process ended first. If the trainer failed, check whether a worker's death was the reason.
 
+        A trainer that fails because a worker died has waited until that can be seen (`hytrain.run.link`).
         `asked` is the exit status if the trainer has ended because it was asked to.
         """
         if asked is not None and ended == [trainer]:
@@ -371,7 +370,7 @@ class Supervisor:
             return End(self._status_of_asked(trainer.exit_status(), asked))
         if ended == [trainer] and trainer.exit_status() != 0:
             workers = {child.pidfd: child for child in self._children if child is not trainer}
-            readable, _, _ = select.select([*workers], [], [], SAME_END_S)
+            readable, _, _ = select.select([*workers], [], [], 0)
             ended += [workers[pidfd] for pidfd in readable]
         output.drain()
         dead = [child for child in ended if child is not trainer]

@@ -43,8 +43,8 @@ WORKER: Final = "workers.cpu_trainer"
 _TRAINER: Final = Address("trainer", 0)
 #: It imports torch and Transformers, which takes long on a busy machine.
 START_TIMEOUT_S: Final = 120.0
-#: A process whose socket has closed ends within this time.
-END_S: Final = 1.0
+#: A process whose socket has closed is about to end. Only a hang takes longer.
+END_S: Final = 60.0
 #: The longest wait for an answer, where any is allowed.
 LONGEST_S: Final = 1e6
 

@@ -31,9 +31,11 @@ from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainErr
 from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat, holder, seat_file
 
-STOP_TIMEOUT_S: Final = 5.0
-#: The launcher says within this time which of its processes died.
-OBITUARY_S: Final = 1.0
+#: The launcher ends when it is told to, but first it waits for the records, and may write a timeline. Only a hang takes
+#: longer than this.
+STOP_TIMEOUT_S: Final = 60.0
+#: When a process of its has died, the launcher says which, and ends. Here, too, only a hang takes longer.
+OBITUARY_S: Final = 60.0
 #: The first line of what it says then.
 _OBITUARY: Final = re.compile(rb"^\S+ \(process \d+\) .*(?=\n)", re.MULTILINE)
 
@@ -89,7 +91,10 @@ class PrivateCluster:
         return socket_dir
 
     def first_death(self) -> str:
-        """How the first of the cluster's processes ended: the launcher says it before it ends, or was the first."""
+        """How the first of the cluster's processes ended: the launcher says it before it ends, or was the first.
+
+        Call it once a process has died whose death ends the launcher: it is waited for.
+        """
         said, deadline = b"", time.monotonic() + OBITUARY_S
         assert self._launcher.stderr is not None
         pipe = self._launcher.stderr.fileno()
@@ -99,6 +104,7 @@ class PrivateCluster:
             said += chunk
         if found := _OBITUARY.search(said):
             return found[0].decode()
+        self._await_launcher(deadline - time.monotonic())  # it closes the pipe before its end can be seen
         status = self._launcher.poll()
         how = (
             f"was killed by {signal.Signals(-status).name}" if status and status < 0 else f"ended with status {status}"
@@ -117,16 +123,17 @@ class PrivateCluster:
             self._launcher.stderr.close()
             threading.Thread(target=self._launcher.wait, name="hytrain-reaper", daemon=True).start()
             return
-        if self._launcher.returncode is None:
-            pidfd = os.pidfd_open(self._launcher.pid)  # Popen.wait with a time limit polls every 50 ms
-            if not _becomes_readable(pidfd, STOP_TIMEOUT_S):
-                self._launcher.kill()
-            os.close(pidfd)
+        if not self._await_launcher(STOP_TIMEOUT_S):
+            self._launcher.kill()
         self._launcher.wait()
         with self._launcher.stderr as pipe:
             for line in pipe.read().decode(errors="replace").splitlines():
                 if line.startswith("hytrain-cluster: "):
                     print(line, file=sys.stderr)
+
+    def _await_launcher(self, timeout_s: float) -> bool:
+        """Wait until the launcher has ended. Returns whether it has."""
+        return self._launcher.returncode is not None or await_end(self._launcher.pid, timeout_s)
 
 
 def find_or_start(config: ClusterConfig, ranks: Ranks) -> PrivateCluster | Seat:
@@ -186,12 +193,17 @@ def _becomes_readable(descriptor: int, timeout_s: float) -> bool:
 
 def has_ended(pid: int) -> bool:
     """Whether a process is gone, or a zombie."""
+    return await_end(pid, 0.0)
+
+
+def await_end(pid: int, timeout_s: float) -> bool:
+    """Wait until a process is gone, or a zombie. Returns whether it is."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
-        return _becomes_readable(descriptor, 0.0)
+        return _becomes_readable(descriptor, timeout_s)
     finally:
         os.close(descriptor)
 

@@ -21,7 +21,8 @@ import psutil
 import torch
 
 ENVIRONMENT_FILE: Final = "environment.json"
-GIT_TIMEOUT_S: Final = 2.0
+#: Only a hang takes longer, such as that of a network's file system.
+GIT_TIMEOUT_S: Final = 30.0
 #: Their versions are written down if the program has imported them.
 LIBRARIES: Final = ("hytrain", "torch", "numpy", "transformers", "accelerate", "peft", "trl", "lightning")
 

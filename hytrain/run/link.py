@@ -32,11 +32,11 @@ from hytrain.config import Cluster
 from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainError, WorkerDied
 from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena
 from hytrain.memory.transfer import Transfer
-from hytrain.run.cluster import PrivateCluster, has_ended
+from hytrain.run.cluster import PrivateCluster, await_end, has_ended
 from hytrain.run.ownership import PlanBook
 from hytrain.run.seats import Seat
 from protocol.address import COORDINATOR, Address
-from protocol.channel import Inbox, Network, Outbox, PeerDied, PeerNotReading
+from protocol.channel import Inbox, Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handles import ArenaLayout
 from protocol.handshake import WorkerHandshake
 from protocol.messages import (
@@ -71,7 +71,12 @@ _COORDINATOR: Final = "the coordinator process"
 KEPT: Final = 100_000
 RETRY_S: Final = 0.05
 #: Another coordinator is there after a second, on a busy machine later.
-START_TIMEOUT_S: Final = 30.0
+START_TIMEOUT_S: Final = 60.0
+#: At the end, what was said last is delivered within this time to those who live. A busy machine may need more than an
+#: instant; who has been stopped may go on.
+LINGER_S: Final = 10.0
+#: An optimizer that has failed says so, and ends. Only a hang takes longer.
+FAILED_END_S: Final = 60.0
 
 _log = logging.getLogger(__name__)
 M = TypeVar("M", Welcome, Plan, Reassign)
@@ -159,7 +164,7 @@ class Link:
             self._inbox.watch("the optimizer process", self._cluster.optimizer_pids[self.address.rank])
             self._watch_coordinator()
             peers = {"optimizer": Address("optimizer", self.address.rank), "coordinator": COORDINATOR}
-            self._outboxes = {role: self._network.outbox(to) for role, to in peers.items()}
+            self._outboxes = {role: self._network.outbox(to, linger_s=LINGER_S) for role, to in peers.items()}
             self._hello = self._handshake.hello()
             self._outboxes["coordinator"].send(self._hello)
             self._handshake.on_welcome(self._await_welcome())
@@ -216,11 +221,35 @@ class Link:
     def _worker_died(self, noticed: PeerDied, way_on: str = "") -> WorkerDied:
         """The error that says who died first, and how, where that can be found out."""
         try:
-            first = self._place.first_death()
+            first = self._place.first_death() if self._ends_the_run(noticed) else ""
         except Exception:  # what was noticed must be told, whatever the launcher said
             first = ""
         first += ", as the kernel does when memory runs out" if "SIGKILL" in first else ""
         return WorkerDied(f"{first or noticed}; its log is in {self._cluster.run_dir}/logs{way_on}")
+
+    def _ends_the_run(self, death: PeerDied) -> bool:
+        """Whether the launcher ends after this death. In the place of a coordinator, it starts another one."""
+        ends_s = time.monotonic() + START_TIMEOUT_S
+        while death.name == _COORDINATOR and not has_ended(self._cluster.launcher_pid):
+            with contextlib.suppress(ConfigError):
+                if Cluster.read(self._cluster.socket_dir).coordinator_pid != self.coordinator_pid:
+                    return False
+            if time.monotonic() >= ends_s:
+                return False
+            time.sleep(RETRY_S)
+        return True
+
+    def _failure(self, incoming: Incoming, failure: Failure) -> str:
+        """A worker's failure as text. An optimizer ends after it, and is waited for.
+
+        Who ends because of it must not end before it: the launcher looks which of its processes has ended.
+        """
+        if incoming.address.role == "optimizer":
+            self._await_optimizer()
+        return describe_failure(incoming.address, failure)
+
+    def _await_optimizer(self) -> None:
+        await_end(self._cluster.optimizer_pids[self.address.rank], FAILED_END_S)
 
     def _expect(self, kind: type[M]) -> M:
         """The next message, which must be a `kind`. Raises `ClusterError` if it is not, or if it reports a failure."""
@@ -230,7 +259,7 @@ class Link:
         if isinstance(incoming.message, Introduce):
             raise _Asked(incoming.message)
         if isinstance(incoming.message, Failure):
-            raise ClusterError(describe_failure(incoming.address, incoming.message))
+            raise ClusterError(self._failure(incoming, incoming.message))
         if not isinstance(incoming.message, kind):
             raise ClusterError(f"expected {kind.__name__}, got {type(incoming.message).__name__}")
         return incoming.message
@@ -301,6 +330,8 @@ class Link:
         except TimeoutError:
             raise ClusterTimeout(f"no arena from the optimizer within {self._timeout_s:.0f} s") from None
         except (EOFError, OSError, ValueError) as error:
+            if isinstance(error, EOFError | ConnectionError) and not self._closed:
+                self._await_optimizer()  # its end of the connection closes before its own end can be seen
             raise ClusterError(f"the optimizer process sent no arena: {error}") from None
 
     def close(self) -> None:
@@ -323,6 +354,10 @@ class Link:
         with contextlib.suppress(OSError):
             self._arenas.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an arena
         self._arenas.close()
+        pids = {"optimizer": self._cluster.optimizer_pids[self.address.rank], "coordinator": self.coordinator_pid}
+        for role, outbox in self._outboxes.items():
+            if has_ended(pids[role]):
+                outbox.linger_s = 0.0  # nobody is left to hear it
         if not any(thread.is_alive() for thread in self._threads):
             self._network.close()
 
@@ -402,7 +437,7 @@ class Link:
                 elif isinstance(incoming.message, Welcome):
                     self._on_welcome(incoming.message)
                 elif isinstance(incoming.message, Failure):
-                    listener.on_failure(WorkerDied(describe_failure(incoming.address, incoming.message)))
+                    listener.on_failure(WorkerDied(self._failure(incoming, incoming.message)))
                 else:
                     listener.on_message(incoming.message)
         except PeerDied as death:

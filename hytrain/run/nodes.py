@@ -22,7 +22,7 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Network
 
-ANSWER_S: Final = 20.0
+ANSWER_S: Final = 60.0
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T", m.Key, m.Collecting)

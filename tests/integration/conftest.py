@@ -27,7 +27,7 @@ from hytrain.run import cluster as clusters
 from hytrain.run.cluster import PrivateCluster
 from hytrain.run.seats import Seat
 
-GRACE_S = 10.0
+GRACE_S = 60.0
 #: Variables besides HYTRAIN_… that make other processes.
 VARIABLES = ("CXX", "HYTRAIN_CACHE", "PATH", "PYTHONPATH")
 

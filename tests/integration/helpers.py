@@ -7,6 +7,7 @@ same seed ─▶ model ─ hytrain.AdamW, three processes ─▶ weights ┐
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import threading
@@ -31,7 +32,8 @@ from hytrain.step.health import Health
 from workers.records import LOG_PATIENCE_STEPS
 
 LR = 1e-2
-HOLD_S = 60.0
+#: How long to wait for what must happen, if only that a run starts: on a busy machine, too, only a hang is late.
+DEADLINE_S = 120.0
 
 
 class OnMasters(torch.optim.Optimizer):
@@ -95,6 +97,35 @@ def train(
             scheduler.step()
         losses.append(loss.item())
     return losses
+
+
+def wait_for(happened: Callable[[], object], meanwhile: Callable[[], object] = lambda: time.sleep(0.01)) -> None:
+    """Return once it has happened. Fails if it does not."""
+    ends_s = time.monotonic() + DEADLINE_S
+    while not happened():
+        assert time.monotonic() < ends_s, f"it has not happened within {DEADLINE_S:.0f} s"
+        meanwhile()
+
+
+def train_until(
+    happened: Callable[[], object],
+    model: nn.Module,
+    opt: hytrain.AdamW,
+    first: int,
+    loss_of: Callable[[nn.Module, int], Tensor] = language_loss,
+) -> int:
+    """Train from step `first` on until it has happened, however many steps that takes. Returns the next step.
+
+    The coordinator hears of each step before the next one: it plans in time for them, however slow it is.
+    """
+    steps = itertools.count(first)
+
+    def one_step() -> None:
+        train(model, opt, [next(steps)], loss_of)
+        wait_for_coordinator(opt)
+
+    wait_for(happened, one_step)
+    return next(steps)
 
 
 def seed(number: int) -> None:
@@ -173,7 +204,7 @@ _began: weakref.WeakKeyDictionary[hytrain.AdamW, float] = weakref.WeakKeyDiction
 
 def records(opt: hytrain.AdamW, least: int = 0) -> list[dict[str, Any]]:
     """The optimizer's records, once there are so many: the coordinator writes the last when it hears of the end."""
-    ends_s = time.monotonic() + 60.0
+    ends_s = time.monotonic() + DEADLINE_S
     while True:
         *lines, _ = _metrics(opt).read_text().split("\n")
         found = [record for record in map(json.loads, lines) if record["at_s"] > _began[opt]]
@@ -193,7 +224,7 @@ def wait_for_coordinator(opt: hytrain.AdamW) -> None:
 
     Before step 5 it returns at once, since no record is written yet that shows what was heard.
     """
-    due, ends_s = opt.statistics().step - LOG_PATIENCE_STEPS, time.monotonic() + 60.0
+    due, ends_s = opt.statistics().step - LOG_PATIENCE_STEPS, time.monotonic() + DEADLINE_S
     while due > 0 and _newest_step(opt) != due:
         assert time.monotonic() < ends_s, f"no record of step {due}"
         time.sleep(0.001)
@@ -227,7 +258,7 @@ def late_weights() -> Iterator[threading.Event]:
     gate, weights_in, wait_for = threading.Event(), HostTransfers.weights_in, Health.wait_for
 
     def late(self: HostTransfers, copies: Sequence[Copy]) -> Transfer:
-        assert gate.wait(HOLD_S)
+        assert gate.wait(DEADLINE_S)
         return weights_in(self, copies)
 
     def waiting(self: Health, *arguments: Any, **options: Any) -> None:

@@ -30,8 +30,10 @@ import torch
 import torch.distributed as dist
 from forks import Forked
 
-LIMIT_S = 90.0
+#: Only a hang takes longer: a function, one collective in it, the end of a process that has closed its pipe.
+LIMIT_S = 240.0
 COLLECTIVE_LIMIT_S = 60.0
+END_S = 60.0
 #: How long the others have to report, once one rank has failed or all are asked where they are.
 GRACE_S = 3.0
 LOG_CHARACTERS = 6000
@@ -122,7 +124,7 @@ class _Rank:
         try:
             result, failure = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            return None, f"died with status {self._process.wait()}\n{self._tail()}"
+            return None, f"died with status {self._process.wait(END_S)}\n{self._tail()}"
         return result, None if failure is None else f"{failure}{self._tail()}"
 
     def where_it_is(self) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import adamw, train
+from helpers import DEADLINE_S, adamw, train, wait_for
 from programs import CLUSTER, SCRIPTS, cluster, environment, go_on, read_until, roles_below, run, started, write_recipe
 from small_models import perceptron, square_loss
 from variants import slow
@@ -215,13 +215,11 @@ def test_a_recipe_that_is_told_to_end_says_how_to_go_on(
     recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train=endless)
     options = {"env": environment(HYTRAIN_RUN_DIR=None), "stderr": subprocess.PIPE}
     with started(sys.executable, CLUSTER, recipe, **options) as launcher:
-        while latest(tmp_path / "run") is None:
-            assert launcher.poll() is None
-            time.sleep(0.05)
+        wait_for(lambda: latest(tmp_path / "run") is not None)
         roles = {**roles_below(psutil.Process(launcher.pid)), "launcher": psutil.Process(launcher.pid)}
         for role in told:
             roles[role].send_signal(number)
-        _, said = launcher.communicate(timeout=60)
+        _, said = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 128 + number
     assert re.search(r"hytrain: ended after step \d+, and saved a checkpoint; --set train.resume=latest resumes", said)
 
@@ -243,7 +241,7 @@ def test_a_warning_that_the_time_is_up_is_the_programs(launched: tuple[str | Pat
         for process in [tree, *tree.children(recursive=True)]:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGUSR1)
-        said, errors = first.communicate(timeout=60)
+        said, errors = first.communicate(timeout=DEADLINE_S)
     assert first.returncode == 0, errors
     assert said.count("saved") == ranks
 
@@ -265,7 +263,7 @@ def test_files_that_a_cleaner_would_remove_are_touched(
         readable, writable = os.pipe()
 
         def end_when_all_are_touched() -> None:
-            given_up_s = time.monotonic() + 20.0
+            given_up_s = time.monotonic() + DEADLINE_S
             while any(path.stat().st_mtime == 0 for path in old) and time.monotonic() < given_up_s:
                 time.sleep(0.01)
             os.write(writable, b"x")
@@ -289,11 +287,10 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     options = {"env": environment(HYTRAIN_RUN_DIR=None), "stderr": subprocess.DEVNULL}
     with started("nohup", sys.executable, CLUSTER, recipe, **options) as launcher:
         metrics = tmp_path / "run" / "metrics.jsonl"
-        while not metrics.exists() or not metrics.stat().st_size:
-            assert launcher.poll() is None
-            time.sleep(0.05)
+        wait_for(lambda: metrics.exists() and metrics.stat().st_size)
         for process in (launcher, *psutil.Process(launcher.pid).children()):
-            process.send_signal(signal.SIGHUP)
+            with suppress(psutil.NoSuchProcess):  # it may be at its end
+                process.send_signal(signal.SIGHUP)
         launcher.communicate(timeout=120)
     assert launcher.returncode == 0 and len(metrics.read_text().splitlines()) == 60
 

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ import psutil
 import pytest
 import torch
 import yaml
-from helpers import differing, on_waiting, process, state, weights
-from programs import CLUSTER, read_until, roles_below, started
+from helpers import DEADLINE_S, differing, on_waiting, process, state, wait_for, weights
+from programs import CLUSTER, roles_below, started
 from torch import Tensor, nn
 from variants import slow
 
@@ -43,7 +42,7 @@ RANDOM = {
     "run": {"threads": 1},
     "model": {"config": {**LLAMA, "vocab_size": 64}},
     "data": {"kind": "random", "sequence_length": 8, "batch_size": 2},
-    "train": {"steps": 400, "device": "cpu", "grad_accumulation": 2, "cpu_parts": 1},
+    "train": {"steps": 1_000_000, "device": "cpu", "grad_accumulation": 2, "cpu_parts": 1},
 }
 TREE: dict[str, Any] = {
     "run": {"seed": 5, "threads": 1},
@@ -279,34 +278,25 @@ def test_a_cpu_trainer_that_is_lost_costs_no_bit(
     assert told[0].endswith(f" is lost: {said}; from here on, all parts are trained without the CPU trainer")
 
 
-def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path, run_dir: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RANDOM))
-    command, options = (
-        (sys.executable, CLUSTER, tmp_path / "recipe.yaml"),
-        {"cwd": tmp_path, "stderr": subprocess.STDOUT},
-    )
+    command, options = (sys.executable, CLUSTER, "recipe.yaml"), {"cwd": tmp_path, "stderr": subprocess.STDOUT}
     with started(*command, how=subprocess.Popen, **options) as launcher:
-        read_until(launcher, "step 20/")
+        metrics = run_dir / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.read_text())
         trainer = roles_below(psutil.Process(launcher.pid))["trainer"]
         [helper] = [child for child in trainer.children() if "workers.cpu_trainer" in child.cmdline()]
         trainer.kill()
-        launcher.wait(60)
-        helper.wait(60)
+        launcher.wait(DEADLINE_S)
+        helper.wait(DEADLINE_S)
 
 
 def test_auto_measures_and_says_what_it_decides(
     trained: Trainings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It does not wait for what it measures; here steps are long enough for answers to come before the last one."""
+    """It does not wait for what it measures; here steps are so long that answers come in one."""
     receive = Partner.receive
-
-    def received(self: Partner, job: int, *, wait: bool = True) -> Any:
-        found = receive(self, job, wait=wait)
-        if found is None and not wait:
-            time.sleep(0.1)
-        return found
-
-    monkeypatch.setattr(Partner, "receive", received)
+    monkeypatch.setattr(Partner, "receive", lambda self, job, *, wait=True: receive(self, job))
     ours = trained("train.cpu_parts=auto", "train.steps=120", "train.lr=1e-3")
     assert len(told := [line for line in capsys.readouterr().err.splitlines() if "the CPU trains" in line])
     assert "of 4 parts of each batch, since a part takes " in told[0]

@@ -1,6 +1,4 @@
-"""One process dies, other than the coordinator: the others end within five seconds, the command says which it was.
-
-Nothing is left behind.
+"""One process dies, other than the coordinator: the others end, the command says which it was, nothing is left behind.
 
 The `no_leaks` fixture looks for processes, descriptors and socket folders afterwards; planes are memfds, which go
 with the last process that has them.
@@ -8,48 +6,30 @@ with the last process that has them.
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import itertools
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
 
 import psutil
 import pytest
-from helpers import adamw, train
+from helpers import DEADLINE_S, adamw, process, train
 from programs import CLUSTER, SCRIPTS, read_until, roles_below, started
 from small_models import perceptron, square_loss, vectors
 
 from hytrain.errors import ClusterError, WorkerDied
+from hytrain.run.cluster import OBITUARY_S, STOP_TIMEOUT_S, PrivateCluster, has_ended
+from protocol.messages import TakeOver
+from workers.supervisor import RECORDS_GRACE_S, STOP_GRACE_S
 
 pytestmark = pytest.mark.usefixtures("own_run")
 ENDLESS = SCRIPTS / "endless.py"
-DEADLINE_S = 5.0
-Test = TypeVar("Test", bound=Callable[..., None])
-
-
-class Late(AssertionError):
-    """The deadline has passed."""
-
-
-def thrice(test: Test) -> Test:
-    """Late once or twice, a busy machine may be why; what hangs, or takes longer than it should, is late each time."""
-
-    @functools.wraps(test)
-    def tried(*arguments: Any, **options: Any) -> None:
-        for _ in range(2):
-            with contextlib.suppress(Late):
-                return test(*arguments, **options)
-        return test(*arguments, **options)
-
-    return cast(Test, tried)
 
 
 @contextmanager
@@ -82,28 +62,22 @@ def stopped_loaders(trainer: psutil.Process) -> Iterator[None]:
             loader.kill()
 
 
-def in_time(processes: dict[str, psutil.Process]) -> None:
-    """All end before the deadline."""
+def wait_for_ends(processes: dict[str, psutil.Process]) -> None:
     _, alive = psutil.wait_procs(list(processes.values()), DEADLINE_S)
-    if late := [role for role, process in processes.items() if process in alive]:
-        raise Late(f"still there after {DEADLINE_S} s: {', '.join(late)}")
+    assert not alive, f"still there: {', '.join(role for role, process in processes.items() if process in alive)}"
 
 
 def all_end(first: subprocess.Popen[str], family: dict[str, psutil.Process]) -> int:
-    """All processes end before the deadline; the exit status of the first."""
-    in_time({role: process for role, process in family.items() if process.pid != first.pid})
-    try:
-        return first.wait(DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        raise Late(f"the first process is still there after {DEADLINE_S} s") from None
+    """Wait for the ends of all; the exit status of the first."""
+    wait_for_ends({role: process for role, process in family.items() if process.pid != first.pid})
+    return first.wait(DEADLINE_S)
 
 
 def wait_for_zombie(process: psutil.Process) -> None:
     """Until the end of a process that stays a zombie, since its parent is stopped."""
     descriptor = os.pidfd_open(process.pid)
     try:
-        if not select.select([descriptor], [], [], DEADLINE_S)[0]:
-            raise Late(f"{process} is still there after {DEADLINE_S} s")
+        assert select.select([descriptor], [], [], DEADLINE_S)[0], f"{process} is still there"
     finally:
         os.close(descriptor)
 
@@ -115,7 +89,6 @@ def rest(first: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.parametrize("role", ["optimizer", "trainer"])
-@thrice
 def test_the_launcher_ends_all_and_names_the_dead(role: str, run_dir: Path) -> None:
     with training(sys.executable, CLUSTER, ENDLESS, "2") as (first, family):
         with stopped_loaders(family["trainer"]):
@@ -130,7 +103,6 @@ def test_the_launcher_ends_all_and_names_the_dead(role: str, run_dir: Path) -> N
         assert log.read_text().splitlines()[-1] in said
 
 
-@thrice
 def test_the_dead_worker_is_named_even_if_the_trainer_has_failed_of_it() -> None:
     with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
         family["launcher"].suspend()
@@ -143,7 +115,6 @@ def test_the_dead_worker_is_named_even_if_the_trainer_has_failed_of_it() -> None
 
 
 @pytest.mark.parametrize("command", [(CLUSTER, ENDLESS, "2"), (ENDLESS, "2")], ids=["launcher", "plain script"])
-@thrice
 def test_all_leave_when_the_process_that_began_is_killed(command: tuple[str | Path, ...]) -> None:
     with training(sys.executable, *command) as (first, family), stopped_loaders(family["trainer"]):
         first.kill()
@@ -151,7 +122,6 @@ def test_all_leave_when_the_process_that_began_is_killed(command: tuple[str | Pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@thrice
 def test_a_signal_to_the_launcher_ends_all(number: signal.Signals) -> None:
     with training(sys.executable, CLUSTER, ENDLESS) as (first, family):
         first.send_signal(number)
@@ -168,7 +138,6 @@ def obituary(role: str, pid: int) -> str:
 
 
 @pytest.mark.parametrize("role", ["optimizer", "launcher"])
-@thrice
 def test_a_plain_script_raises_and_ends(role: str) -> None:
     """Nobody ends a user's own process, but its next call of HyTrain raises."""
     with training(sys.executable, ENDLESS) as (first, family):
@@ -179,7 +148,6 @@ def test_a_plain_script_raises_and_ends(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["optimizer", "launcher"])
-@thrice
 def test_every_call_after_a_death_raises_and_another_run_can_follow(role: str) -> None:
     model = perceptron()
     with adamw(model, k=0.5) as opt:
@@ -189,13 +157,55 @@ def test_every_call_after_a_death_raises_and_another_run_can_follow(role: str) -
         assert victim is not None and victim.pid != os.getpid()
         victim.kill()
         with pytest.raises(WorkerDied) as raised:
-            train(model, opt, range(100_000), square_loss)
+            train(model, opt, itertools.count(), square_loss)
         assert re.match(obituary(role, victim.pid), str(raised.value))
         for call in (opt.synchronize, opt.state_dict, opt.step, lambda: model(vectors(0)), model.state_dict):
             with pytest.raises(ClusterError):
                 call()
     if role == "launcher":
-        in_time(workers)
+        wait_for_ends(workers)
     with adamw(model) as opt:
         train(model, opt, range(3), square_loss)
         assert opt.statistics().step == 3
+
+
+def test_what_an_optimizer_has_failed_of_is_raised_once_it_has_ended() -> None:
+    """Or a launcher would see the trainer's end first, and name it."""
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(3), square_loss)
+        pid = process(opt, "optimizer").pid
+        opt._session._link.post("optimizer", TakeOver(plan_id=99, lid=0, step=99, banks=(0, 0)))
+        with pytest.raises(WorkerDied, match="optimizer-0 failed.*OwnershipError: layer 0 cannot go to the cpu"):
+            train(model, opt, itertools.count(), square_loss)
+        assert has_ended(pid)
+
+
+KILLS_ITSELF = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (
+            "time.sleep(1.5); print('optimizer-0 (process 7) ended', file=sys.stderr)",
+            r"optimizer-0 \(process 7\) ended",
+        ),
+        (
+            f"os.close(2); time.sleep(0.5); {KILLS_ITSELF}",
+            r"the launcher \(process \d+\) was killed by SIGKILL, and .*",
+        ),
+    ],
+    ids=["speaks late", "ends late"],
+)
+def test_a_launcher_is_waited_for_however_long_it_takes_to_say_who_died(does: str, said: str) -> None:
+    """Its end can be seen only after that of its output."""
+    command = [sys.executable, "-c", f"import os, signal, sys, time; {does}"]
+    private = PrivateCluster.__new__(PrivateCluster)
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as private._launcher:
+        assert re.fullmatch(said, private.first_death())
+
+
+def test_a_launcher_has_the_time_that_its_processes_have() -> None:
+    """Killed before, it would neither say what is missing nor write the timeline."""
+    assert min(STOP_TIMEOUT_S, OBITUARY_S) > 2 * (RECORDS_GRACE_S + STOP_GRACE_S)

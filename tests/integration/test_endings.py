@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from helpers import bits
+from helpers import DEADLINE_S, bits, wait_for
 from programs import (
     CLUSTER,
     SCRIPTS,
@@ -32,8 +33,9 @@ from safetensors.torch import load_file
 from variants import slow
 
 from hytrain.config import ClusterConfig
-from hytrain.errors import ConfigError
+from hytrain.errors import ConfigError, HyTrainError
 from hytrain.memory import host
+from hytrain.monitoring import Client
 from hytrain.recipe.saved import latest
 from workers import process, time_limit
 from workers import supervisor as supervisor_module
@@ -42,7 +44,6 @@ from workers.process import Child
 from workers.supervisor import COPY_S, STOP_GRACE_S, End, Supervisor
 
 pytestmark = pytest.mark.usefixtures("own_run")
-STEPS = 40
 RANKS = ("--nproc-per-node", "2")
 ENDED = re.compile(
     r"hytrain: ended after step (\d+), and saved a checkpoint; --set train.resume=latest resumes from (\S+)"
@@ -65,92 +66,127 @@ def recipe_in(folder: Path, **train: Any) -> Path:
                 "max_position_embeddings": 32,
             }
         },
-        train={"steps": STEPS, **train},
+        train={"steps": 1_000_000, **train},
     )
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nobody has disturbed."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    train_recipe(recipe_in(folder), folder / "run")
-    return folder / "run"
+def undisturbed(folder: Path, steps: int) -> dict[str, Any]:
+    """The results of a run that nobody has disturbed."""
+    folder.mkdir()
+    train_recipe(recipe_in(folder), folder / "run", f"train.stop_at={steps}")
+    return results(folder / "run", steps)
 
 
-def begin(recipe: Path, *options: str) -> Any:
-    return started(
-        sys.executable, CLUSTER, *options, recipe, env=environment(HYTRAIN_RUN_DIR=None), stderr=subprocess.PIPE
-    )
+def begin(recipe: Path, *options: str, later: Path | None = None, **variables: str) -> Any:
+    """`bin/hytrain-cluster`. If a file is named, an hour has passed for it once that is there."""
+    command = [CLUSTER] if later is None else [SCRIPTS / "later.py", later]
+    job = environment(HYTRAIN_RUN_DIR=None, **variables)
+    return started(sys.executable, *command, *options, recipe, env=job, stderr=subprocess.PIPE)
 
 
-def wait_for_step(launcher: subprocess.Popen[str], step: int) -> None:
-    """Until the run's progress says so."""
+def wait_for_step(launcher: subprocess.Popen[str], run_dir: Path, step: int, since_s: float = 0.0) -> None:
+    """Until a record shows it that was made after `since_s`."""
+
+    def is_recorded() -> bool:
+        assert launcher.poll() is None, launcher.stderr.read() if launcher.stderr else ""
+        with suppress(FileNotFoundError):
+            *lines, _ = (run_dir / "metrics.jsonl").read_text().split("\n")  # the last one may be half written
+            newest = json.loads(lines[-1]) if lines else {"step": 0, "wall_time": 0.0}
+            return bool(newest["step"] >= step and newest["wall_time"] > since_s)
+        return False
+
+    wait_for(is_recorded)
+
+
+def wait_for_words(launcher: subprocess.Popen[str], words: str) -> str:
+    """The line in which the launcher says this."""
     assert launcher.stderr is not None
+    said = []
     for line in launcher.stderr:
-        if line.startswith(f"step {step}/"):
-            return
-    raise AssertionError("the run has ended before")
+        said.append(line)
+        if words in line:
+            return line
+    raise AssertionError(f"it ended before it said {words!r}: {''.join(said)}")
 
 
-def results(run_dir: Path) -> dict[str, Any]:
-    """The bits of weights and optimizer state in the last checkpoint, and the losses of all steps."""
-    last = run_dir / "checkpoints" / f"step-{STEPS}"
+def rest(launcher: subprocess.Popen[str]) -> str:
+    """What it says until its end."""
+    assert launcher.stderr is not None
+    said = launcher.stderr.read()
+    launcher.wait(DEADLINE_S)
+    return said
+
+
+def results(run_dir: Path, steps: int) -> dict[str, Any]:
+    """The bits of weights and optimizer state in the checkpoint of the last step, and the losses of all steps."""
+    last = run_dir / "checkpoints" / f"step-{steps}"
     files = [last / "model.safetensors", *last.glob("optimizer/**/*.safetensors")]
     assert len(files) > 1
     tensors = {f"{file.relative_to(last)} {name}": bits(one) for file in files for name, one in load_file(file).items()}
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert [record["step"] for record in records] == list(range(1, steps + 1))
     numbers = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
     return {**numbers, "losses": [record["loss"] for record in records]}
 
 
-def end_by_a_signal(recipe: Path, *options: str) -> Path:
-    """Every process gets it, as from a batch system, and the run ends with a checkpoint. Returns the run's folder."""
-    with begin(recipe, *options) as launcher:
-        wait_for_step(launcher, 6)
-        tree = psutil.Process(launcher.pid)
-        for process in [tree, tree, *tree.children(recursive=True)]:  # twice, as from `timeout`
-            process.send_signal(signal.SIGTERM)
-        _, said = launcher.communicate(timeout=60)
-    assert launcher.returncode == 128 + signal.SIGTERM, said
+def ended(said: str, run_dir: Path) -> int:
+    """After which step the run has ended, with its checkpoint."""
     [(step, folder)] = ENDED.findall(said)
+    assert folder == str(run_dir / "checkpoints" / f"step-{step}") and latest(run_dir) == Path(folder)
+    return int(step)
+
+
+def end_by_a_signal(recipe: Path, *options: str) -> tuple[Path, int]:
+    """Every process gets it, as from a batch system, and the run ends with a checkpoint: its folder and last step."""
     run_dir = recipe.parent / "run"
-    assert 6 <= int(step) < STEPS and folder == str(run_dir / "checkpoints" / f"step-{step}")
-    assert [path.name for path in (run_dir / "checkpoints").glob("*step*")] == [f"step-{step}"]
-    return run_dir
+    with begin(recipe, *options, later=recipe.parent / "later") as launcher:
+        wait_for_step(launcher, run_dir, 6)
+        tree = psutil.Process(launcher.pid)
+        others = tree.children(recursive=True)
+        for process in others:  # so that it goes on until the launcher has got both of its own
+            process.suspend()
+        tree.terminate()
+        wait_for_words(launcher, "SIGTERM: the run is told to end")
+        for process in [tree, *others]:  # the launcher's second one is a copy, as from `timeout`
+            process.terminate()
+        for process in others:
+            process.resume()
+        said = rest(launcher)
+    assert launcher.returncode == 128 + signal.SIGTERM, said
+    step = ended(said, run_dir)
+    assert step >= 6 and [path.name for path in (run_dir / "checkpoints").glob("*step*")] == [f"step-{step}"]
+    return run_dir, step
 
 
-def test_a_signal_ends_a_recipe_after_a_step_with_a_checkpoint(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_signal_ends_a_recipe_after_a_step_with_a_checkpoint(tmp_path: Path) -> None:
     """The resumed run is the one that nobody has disturbed."""
     recipe = recipe_in(tmp_path)
-    run_dir = end_by_a_signal(recipe)
-    again = cluster(recipe, "--set", "train.resume=latest", env=environment(HYTRAIN_RUN_DIR=None))
+    run_dir, step = end_by_a_signal(recipe)
+    overrides = ["--set", "train.resume=latest", "--set", f"train.stop_at={step + 20}"]
+    again = cluster(recipe, *overrides, env=environment(HYTRAIN_RUN_DIR=None))
     assert again.returncode == 0, again.stderr
-    assert results(run_dir) == results(undisturbed)
+    assert results(run_dir, step + 20) == undisturbed(tmp_path / "undisturbed", step + 20)
 
 
 def test_a_signal_ends_all_ranks_after_the_same_step(tmp_path: Path) -> None:
-    run_dir = end_by_a_signal(recipe_in(tmp_path), *RANKS)
+    run_dir, step = end_by_a_signal(recipe_in(tmp_path), *RANKS)
     last = [(run_dir / name).read_text().splitlines()[-1] for name in ("metrics.jsonl", "metrics-1.jsonl")]
-    assert len({json.loads(line)["step"] for line in last}) == 1
-
-
-def end_by_two_signals(launcher: subprocess.Popen[str]) -> None:
-    """The first alone does not end it."""
-    launcher.send_signal(signal.SIGTERM)
-    with pytest.raises(subprocess.TimeoutExpired):
-        launcher.wait(2 * COPY_S)
-    launcher.send_signal(signal.SIGTERM)
-    launcher.wait(60)
+    assert [json.loads(line)["step"] for line in last] == [step, step]
 
 
 def test_a_second_signal_ends_a_recipe_at_once(tmp_path: Path) -> None:
-    """Here the first would never end it, since the step has to wait for a process that is stopped."""
-    with begin(recipe_in(tmp_path, checkpoint_every=5)) as launcher:
-        wait_for_step(launcher, 8)
-        roles_below(psutil.Process(launcher.pid))["optimizer"].suspend()
-        end_by_two_signals(launcher)
-        said = launcher.stderr.read()
+    """Here the first would never end it, since its processes are stopped."""
+    later, run_dir = tmp_path / "later", tmp_path / "run"
+    with begin(recipe_in(tmp_path, checkpoint_every=5), later=later) as launcher:
+        wait_for(lambda: latest(run_dir) is not None)
+        for role in ("trainer", "optimizer"):
+            roles_below(psutil.Process(launcher.pid))[role].suspend()
+        launcher.send_signal(signal.SIGTERM)
+        wait_for_words(launcher, "SIGTERM: the run is told to end; a second one ends it at once")
+        assert launcher.poll() is None
+        later.touch()
+        launcher.send_signal(signal.SIGTERM)
+        said = rest(launcher)
     assert launcher.returncode == 128 + signal.SIGTERM
     assert re.search(
         r"a second signal has ended the run at once; --set train.resume=latest resumes from \S+step-\d+", said
@@ -158,16 +194,15 @@ def test_a_second_signal_ends_a_recipe_at_once(tmp_path: Path) -> None:
 
 
 def test_a_recipe_ends_before_the_batch_job_does(tmp_path: Path) -> None:
-    """It has to have trained by then, which takes longer on a busy machine."""
-    for limit_s in (5, 20, 60, 180):
-        job = environment(HYTRAIN_RUN_DIR=None, SLURM_JOB_END_TIME=str(int(time.time()) + 3600 + limit_s))
-        recipe = recipe_in(tmp_path, steps=1_000_000)
-        ran = cluster("--save-before", "1h", recipe, env=job)
-        if "ended after step" in ran.stderr:
-            break
-    assert ran.returncode == 75, ran.stderr
-    [(_, folder)] = ENDED.findall(ran.stderr)
-    assert latest(tmp_path / "run") == Path(folder)
+    later, run_dir = tmp_path / "later", tmp_path / "run"
+    job_end = int(time.time()) + 2 * 3600
+    job = begin(recipe_in(tmp_path), "--save-before", "1h", later=later, SLURM_JOB_END_TIME=str(job_end))
+    with job as launcher:
+        wait_for_step(launcher, run_dir, 1)
+        later.touch()
+        said = rest(launcher)
+    assert launcher.returncode == 75, said
+    assert ended(said, run_dir) >= 1
 
 
 @pytest.mark.parametrize("options", [(), slow(RANKS)], ids=["one rank", "two ranks"])
@@ -176,7 +211,7 @@ def test_a_program_has_the_time_that_it_takes(options: tuple[str, ...]) -> None:
         for _ in range(2 if options else 1):
             read_until(launcher, "ready")
         launcher.send_signal(signal.SIGTERM)
-        said, _ = launcher.communicate(timeout=60)
+        said, _ = launcher.communicate(timeout=DEADLINE_S)
     assert "saved" in said and launcher.returncode == 128 + signal.SIGTERM
 
 
@@ -202,32 +237,60 @@ def test_a_program_s_time_is_up() -> None:
     assert ran.returncode == 75 and "hytrain-cluster: the time is up" in ran.stderr
 
 
-def test_a_second_signal_ends_a_program_that_does_not_end() -> None:
-    with started(sys.executable, CLUSTER, *RANKS, SCRIPTS / "saves.py", "60") as launcher:
+def test_a_second_signal_ends_a_program_that_does_not_end(tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    command = (sys.executable, SCRIPTS / "later.py", later, *RANKS, SCRIPTS / "saves.py", "600")
+    with started(*command, stderr=subprocess.PIPE) as launcher:
         for start in ("ready", "ready"):
             read_until(launcher, start)
-        end_by_two_signals(launcher)
-        assert launcher.returncode == 128 + signal.SIGTERM and "saved" not in launcher.communicate()[0]
+        launcher.send_signal(signal.SIGTERM)
+        read_until(launcher, "saving")
+        assert launcher.poll() is None, "the first alone does not end it"
+        later.touch()
+        launcher.send_signal(signal.SIGTERM)
+        said, errors = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 128 + signal.SIGTERM and "saved" not in said
+    assert "a second signal has ended the run at once" in errors
 
 
-def test_a_run_whose_optimizer_is_killed_twice_is_started_again(undisturbed: Path, tmp_path: Path) -> None:
+def ask_for_a_checkpoint(run_dir: Path, dead: int) -> bool:
+    """Whether the run has another optimizer than the dead one, and will save a checkpoint."""
+    with suppress(HyTrainError), Client(str(run_dir)) as client:  # it is being started, or has not yet begun a step
+        if dead not in client.run.optimizer_pids:
+            client.checkpoint()
+            return True
+    return False
+
+
+def test_a_run_whose_optimizer_is_killed_twice_is_started_again(tmp_path: Path) -> None:
     """Once before its first checkpoint, once after; it ends with the bits of a run that nobody has disturbed."""
     run_dir = tmp_path / "run"
-    with begin(recipe_in(tmp_path, checkpoint_every=10), "--max-restarts", "2") as launcher:
-        killed = []
-        for step in (4, 16):
-            wait_for_step(launcher, step)
-            while step > 10 and latest(run_dir) is None:  # it is saved while training goes on
-                time.sleep(0.01)
+    with begin(recipe_in(tmp_path), "--max-restarts", "2") as launcher:
+
+        def kill(after: int) -> psutil.Process:
+            wait_for_step(launcher, run_dir, after)
             optimizer = roles_below(psutil.Process(launcher.pid))["optimizer"]
-            killed.append(f"optimizer-0 (process {optimizer.pid}) was killed by SIGKILL after step ")
             optimizer.kill()
-        _, said = launcher.communicate(timeout=120)
-    assert launcher.returncode == 0, said
-    assert re.search(rf"{re.escape(killed[1])}\d+; attempt 3 of 3 begins from {run_dir}/checkpoints/step-10; ", said)
-    assert results(run_dir) == results(undisturbed)
+            return optimizer
+
+        first = kill(after=4)
+        wait_for_words(launcher, f"optimizer-0 (process {first.pid}) was killed by SIGKILL after step ")
+        wait_for(lambda: ask_for_a_checkpoint(run_dir, first.pid))
+        wait_for(lambda: latest(run_dir) is not None)
+        saved = latest(run_dir)
+        assert saved is not None
+        saved_at = int(saved.name.removeprefix("step-"))
+        second = kill(after=saved_at + 4)
+        line = wait_for_words(launcher, f"; attempt 3 of 3 begins from {saved}; ")
+        assert f"optimizer-0 (process {second.pid}) was killed by SIGKILL after step " in line
+        wait_for_step(launcher, run_dir, saved_at + 1, since_s=time.time())
+        launcher.terminate()
+        said = rest(launcher)
+    assert launcher.returncode == 128 + signal.SIGTERM, said
+    end = ended(said, run_dir)
+    assert results(run_dir, end) == undisturbed(tmp_path / "undisturbed", end)
     replaced = [json.loads(line)["step"] for line in (run_dir / "metrics-replaced.jsonl").read_text().splitlines()]
-    assert replaced.count(1) <= 1 and max(replaced) > 10, "the last attempt has begun anew"
+    assert replaced.count(1) <= 1 and max(replaced) > saved_at, "the last attempt has begun anew"
 
 
 @pytest.mark.parametrize("options", [(), RANKS], ids=["one rank", "two ranks"])
@@ -315,12 +378,12 @@ def test_times(
 def test_a_run_whose_terminal_is_gone_still_ends_with_a_checkpoint(tmp_path: Path) -> None:
     """Nobody reads what the launcher says about the signal: `2>&1 | tee log` ends at Ctrl-C, too."""
     with begin(recipe_in(tmp_path)) as launcher:
-        wait_for_step(launcher, 2)
+        wait_for_step(launcher, tmp_path / "run", 2)
         assert launcher.stderr is not None and launcher.stdout is not None
         launcher.stderr.close()
         launcher.stdout.close()
         launcher.terminate()
-        assert launcher.wait(60.0) == 128 + signal.SIGTERM
+        assert launcher.wait(DEADLINE_S) == 128 + signal.SIGTERM
     assert latest(tmp_path / "run") is not None
 
 

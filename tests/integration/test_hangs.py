@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from helpers import adamw, process, train
+from helpers import DEADLINE_S, adamw, process, train
 from programs import CLUSTER, ROOT, SCRIPTS, cluster, environment, go_on, read_until, roles_below, started
 from small_models import perceptron, square_loss
 
@@ -26,12 +26,11 @@ from workers.supervisor import Supervisor
 
 pytestmark = pytest.mark.usefixtures("own_run")
 MONITOR = ROOT / "bin" / "hytrain-monitor"
-SOON_S = 60.0
 
 
 def read_until_log(log: Path, pattern: str) -> str:
     """What the log says, as soon as it says that."""
-    ends_s = time.monotonic() + SOON_S
+    ends_s = time.monotonic() + DEADLINE_S
     while (found := re.search(pattern, log.read_text())) is None:
         assert time.monotonic() < ends_s, log.read_text()
         time.sleep(0.05)
@@ -82,7 +81,7 @@ def test_a_coordinator_that_hangs_ends_nothing_and_loses_nothing(tmp_path: Path)
         read_until(launcher, "paused")
         roles_below(psutil.Process(launcher.pid))["coordinator"].suspend()
         go_on(launcher)
-        assert launcher.wait(SOON_S) == 0
+        assert launcher.wait(DEADLINE_S) == 0
     metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert [json.loads(line)["step"] for line in metrics.splitlines()] == [*range(1, 31)]
 
@@ -120,7 +119,7 @@ def test_a_stopped_trainer_is_named_and_never_ended(tmp_path: Path) -> None:
         read_until_log(log, "trainer-0 answers again")
         read_until(first, "step")
         first.terminate()
-        first.wait(SOON_S)
+        first.wait(DEADLINE_S)
 
 
 def test_a_trainer_that_hangs_is_ended_by_the_launcher_that_has_started_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import adamw, process, same_as_torch, same_bits, train, wait_for_coordinator
+from helpers import adamw, process, same_as_torch, same_bits, train, wait_for, wait_for_coordinator
 from small_models import perceptron, square_loss, vectors
 from torch import nn
 from torch.nn import functional
@@ -227,10 +228,13 @@ def test_a_detached_weight_is_read_as_it_was_or_not_at_all(k: float) -> None:
 
 def test_a_stale_read_of_a_layer_that_is_leaving_the_cpu_is_noticed() -> None:
     """A read that Python does not see. The owner changes between it and the gradient that tells of it."""
-    model, found = perceptron(depth=5), False
+    model, found = perceptron(depth=5), list[int]()
     with adamw(model, policy="random") as opt:
         optimizer, engine = process(opt, "optimizer"), opt._engine
-        for step in range(200):
+        steps = itertools.count()
+
+        def one_step() -> None:
+            step = next(steps)
             loss = square_loss(model, step)
             optimizer.suspend()
             loss.backward()
@@ -246,8 +250,9 @@ def test_a_stale_read_of_a_layer_that_is_leaving_the_cpu_is_noticed() -> None:
                 others = [block for block in model if direct not in set(block.parameters())]
                 with pytest.raises(StaleReadError, match="was read without its module being called"):
                     (nn.Sequential(*others)(vectors(step)).square().mean() + read).backward()
-                found = True
-                break
+                found.append(step)
+                return
             optimizer.resume()
             wait_for_coordinator(opt)
-    assert found
+
+        wait_for(lambda: found, one_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 from collections import defaultdict
@@ -13,7 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import adamw, differing, process, same_bits, state, train, wait_for_coordinator, weights
+from helpers import adamw, differing, process, same_bits, state, train, wait_for, wait_for_coordinator, weights
 from small_models import gpt2, llama, perceptron, square_loss
 from torch import Tensor, nn
 from variants import every_second, slow
@@ -279,13 +280,14 @@ def test_layers_for_whose_visits_there_is_no_memory_stay(
         train(model, opt, range(3), square_loss)
         monkeypatch.setattr(visits.Visits, "prepare", refuse)
         assert monitor.main([str(opt.run_dir), "--set-policy", "random"]) == 0
-        said = list[str]()
-        for start in range(3, 803, 40):  # how soon plans come depends on the machine
-            train_and_prepare(model, opt, 40, square_loss, start=start)
-            said = [message for message in caplog.messages if "no GPU memory for visits" in message]
-            if said and opt.statistics().moved:
-                break
-        assert opt.statistics().moved and not opt.statistics().visiting_layers
+        said, step = list[str](), itertools.count(3)
+
+        def both_have_happened() -> bool:
+            said[:] = [message for message in caplog.messages if "no GPU memory for visits" in message]
+            return bool(said and opt.statistics().moved)
+
+        wait_for(both_have_happened, lambda: train_and_prepare(model, opt, 1, square_loss, start=next(step)))
+        assert not opt.statistics().visiting_layers
         assert said and len(said) == len(set(said)), "once for each layer"
 
 

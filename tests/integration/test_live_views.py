@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import adamw, train, wait_for_coordinator
+from helpers import DEADLINE_S, adamw, train, train_until
 from programs import read_until, started
 from small_models import perceptron, square_loss
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -27,7 +27,7 @@ MONITOR = Path(__file__).resolve().parents[2] / "bin" / "hytrain-monitor"
 
 
 def read(address: str) -> str:
-    with urllib.request.urlopen(address, timeout=30) as answer:
+    with urllib.request.urlopen(address, timeout=DEADLINE_S) as answer:
         return str(answer.read().decode())
 
 
@@ -46,7 +46,7 @@ def test_runs_are_served_and_interrupting_the_page_leaves_them_alone(tmp_path: P
             assert address.endswith("/?token=a+b")
             assert f"<h1>{opt.run_dir.name}, {other.run_dir.name}</h1>" in read(address)
             train(model, opt, range(8, 16), square_loss)
-            with urllib.request.urlopen(address.replace("/?", "/events?"), timeout=30) as events:
+            with urllib.request.urlopen(address.replace("/?", "/events?"), timeout=DEADLINE_S) as events:
                 assert b'"records"' in events.readline() + events.readline()
                 told = ""
                 while told.count("\nhytrain_step_seconds{") < 2:  # one for each run, once it has told a step
@@ -54,7 +54,7 @@ def test_runs_are_served_and_interrupting_the_page_leaves_them_alone(tmp_path: P
                 assert len(set(re.findall(r'^hytrain_up\{run="(.+)"\} 1$', told, re.M))) == 2
                 assert told.count("\nhytrain_step_seconds{") == 2
                 page.send_signal(signal.SIGINT)
-                assert page.wait(30) == EXIT_INTERRUPTED
+                assert page.wait(DEADLINE_S) == EXIT_INTERRUPTED
         train(model, opt, range(16, 20), square_loss)
         assert opt.statistics().step == 20
 
@@ -69,7 +69,7 @@ def test_a_terminal_shows_a_run_and_a_key_changes_its_plan() -> None:
     def watch(reached: Callable[[], object]) -> None:
         """Read the terminal all the time: the screen waits for whoever does not."""
         nonlocal seen
-        seen, ends_s = b"", time.monotonic() + 60
+        seen, ends_s = b"", time.monotonic() + DEADLINE_S
         while not reached():
             assert time.monotonic() < ends_s, seen
             if select.select([ours], [], [], 0.1)[0]:
@@ -92,12 +92,7 @@ def test_a_terminal_shows_a_run_and_a_key_changes_its_plan() -> None:
             assert screen.returncode == 0
         os.close(theirs)
         os.close(ours)
-        for step in range(8, 60):
-            train(model, opt, [step], square_loss)
-            wait_for_coordinator(opt)
-            if opt.statistics().k == 0.0:
-                break
-        assert opt.statistics().k == 0.0
+        train_until(lambda: opt.statistics().k == 0.0, model, opt, 8, square_loss)
 
 
 @pytest.mark.usefixtures("own_run")

@@ -247,6 +247,7 @@ def test_whatever_way_weights_are_read(make: Callable[[], nn.Module], options: d
             train(model, opt, [step], square_loss)
             if "policy" in options and isinstance(opt, hytrain.AdamW):
                 wait_for_coordinator(opt)
+                opt._engine._handover.wait()
         assert "policy" not in options or not isinstance(opt, hytrain.AdamW) or opt.statistics().moved > 0
 
     same_as_torch(run, make, **options)

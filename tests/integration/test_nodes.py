@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers import DEADLINE_S
 from machines import Machine, NoMachines, two_machines
 from programs import CLUSTER, ROOT, SCRIPTS, environment, read_until, run, started
 
 MONITOR = ROOT / "bin" / "hytrain-monitor"
 PORT = "29400"
-DEADLINE_S = 10.0
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import torch.distributed as dist
+from helpers import DEADLINE_S
 from programs import CLUSTER, SCRIPTS, read_until, run, started
 from ranks import RankGroup
 
@@ -22,14 +23,13 @@ from hytrain.run.link import Link
 from hytrain.run.ranks import Ranks
 
 SHARDED = SCRIPTS / "sharded.py"
-DEADLINE_S = 5.0
 
 
 def the_first_rank_leaves_first() -> tuple[str, int, tuple[int, ...], list[bool]]:
     """The place of this rank, and whether the cluster's processes live once the first rank, then all have left."""
     os.environ.pop(CLUSTER_VARIABLE, None)  # the run that the ranks of most tests join
     place = find_or_start(ClusterConfig.resolve(), Ranks.of_job())
-    link = Link(place, timeout_s=20.0)
+    link = Link(place, timeout_s=DEADLINE_S)
     link.join()
     workers = [psutil.Process(pid) for pid in (*place.cluster.optimizer_pids, place.cluster.coordinator_pid)]
     launcher = psutil.Process(place.cluster.launcher_pid)
@@ -95,7 +95,7 @@ def test_a_killed_rank_ends_all_and_is_named(run_dir: Path) -> None:
             assert (run_dir / "logs" / f"optimizer-{rank}.log").read_text().count("plan 0 holds") == 2
         family = psutil.Process(launcher.pid).children(recursive=True)
         psutil.Process(pid).kill()
-        _, alive = psutil.wait_procs(family, 2 * DEADLINE_S)
+        _, alive = psutil.wait_procs(family, DEADLINE_S)
         assert alive == []
         assert launcher.wait(DEADLINE_S) == 128 + signal.SIGKILL
         assert launcher.stderr is not None

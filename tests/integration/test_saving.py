@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import LR, Reference, adamw, differing, keep, saved_and_loaded, state, train, weights
+from helpers import DEADLINE_S, LR, Reference, adamw, differing, keep, saved_and_loaded, state, train, weights
 from programs import train_recipe, write_recipe
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -375,7 +375,7 @@ def held_back(patch: pytest.MonkeyPatch, *, writing: bool = False) -> Iterator[t
     write = getattr(module, name)
 
     def late(*arguments: Any, **options: Any) -> None:
-        assert on.wait(60.0)
+        assert on.wait(DEADLINE_S)
         write(*arguments, **options)
 
     with patch.context() as patched:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from helpers import LR, Reference, adamw, differing, on_waiting, process, train, weights
+from helpers import DEADLINE_S, LR, Reference, adamw, differing, on_waiting, process, train, weights
 from small_models import perceptron, square_loss
 
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
@@ -22,7 +22,6 @@ from hytrain.step.reads import Reads
 from protocol.messages import WeightsReady
 
 STEPS = 6
-HOLD_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +37,7 @@ def hold_back(patch: pytest.MonkeyPatch) -> threading.Event:
     let_go, weights_in = threading.Event(), HostTransfers.weights_in
 
     def late(self: HostTransfers, copies: Sequence[Copy]) -> Transfer:
-        assert let_go.wait(HOLD_S)
+        assert let_go.wait(DEADLINE_S)
         return weights_in(self, copies)
 
     patch.setattr(HostTransfers, "weights_in", late)
@@ -94,7 +93,7 @@ def test_forward_waits_for_nothing_that_it_does_not_read_yet(
     def release(what: str) -> None:
         if what == "the update of layer 3" and not entered_before:
             entered_before.extend(entered)
-            kept.get(timeout=HOLD_S)()
+            kept.get(timeout=DEADLINE_S)()
 
     monkeypatch.setattr(Backward, "on_weights_ready", keep)
     on_waiting(monkeypatch, release)

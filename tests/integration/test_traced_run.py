@@ -6,7 +6,6 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from small_models import gpt2, language_loss, llama, perceptron, square_loss
 from trace_format import check
 
 from hytrain.run import trace
+from hytrain.step.measure import MIN_STALL_S
 from protocol.address import Address
 from protocol.placement import PLACEMENTS
 from workers import monitor
@@ -79,6 +79,7 @@ def test_a_run_in_which_layers_change_owners_all_the_time(run_dir: Path) -> None
         for step in range(STEPS):
             train(model, opt, [step])
             wait_for_coordinator(opt)
+            opt._engine._handover.wait()  # or fewer layers move on a busy machine
     timeline = Timeline.of(run_dir)
     each_gradient_is_followed_to_its_weights(timeline)
     all_three_processes_are_shown(timeline)
@@ -123,17 +124,19 @@ def check_order(life: dict[str, list[Event]], step: int, lid: int, next_forward:
 
 
 def each_step_adds_up(timeline: Timeline) -> None:
-    """What the trainer did and waited for in a step, one after the other, is the step."""
+    """What the trainer did and waited for in a step, one after the other, is the step.
+
+    But for rests that are too short to be drawn, which do not become longer on a busy machine.
+    """
     steps = {event.args["step"]: event for event in timeline if event.track == "step"}
     for number, step in steps.items():
         parts = [event for event in timeline if event.track == "compute" and event.args["step"] == number]
         parts.sort(key=lambda part: part.began_s)
         assert step.began_s - 1e-6 <= parts[0].began_s and parts[-1].ended_s <= step.ended_s + 1e-6
-        for before, after in pairwise(parts):
-            assert before.ended_s <= after.began_s + 1e-6, (before, after)
-        whole_s = step.ended_s - step.began_s
-        told_s = sum(part.ended_s - part.began_s for part in parts)
-        assert told_s == pytest.approx(whole_s, rel=0.02), (number, parts)
+        ends_s = [step.began_s, *(part.ended_s for part in parts)]
+        begins_s = [*(part.began_s for part in parts), step.ended_s]
+        for ended_s, begun_s in zip(ends_s, begins_s, strict=True):
+            assert -1e-6 <= begun_s - ended_s < MIN_STALL_S + 1e-6, (number, ended_s, parts)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ that restarts the run by itself, because it also damages what lies on disk, retu
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -27,7 +28,7 @@ from protocol import messages as m
 from protocol.address import ROLES, Address
 from protocol.channel import Network, PeerNotReading
 from tests.fuzz.frames import Maker
-from tests.soak.run import Broken, Run
+from tests.soak.run import LIMIT_S, Broken, Run
 
 Act = Callable[[Run, random.Random], str]
 REFUSED: Final = 2
@@ -239,9 +240,13 @@ def _no_room(process: psutil.Process) -> Iterator[None]:
 @kind("full-disk-metrics", ends=False)
 def full_disk_metrics(run: Run, drawn: random.Random) -> str:
     """The coordinator can write no records; a later one says how many are missing."""
+    assert run.cluster is not None
     before = run.metrics.read_text().count("missing_records")
-    with _no_room(run.process("coordinator")):
-        time.sleep(drawn.uniform(0.3, 1.0))
+    with _no_room(run.process("coordinator")), Client(run.cluster) as monitor:
+        run.until(
+            lambda: run.launcher.poll() is not None or json.loads(monitor.status().record)["step"] > run.step(),
+            "the coordinator has every record written",
+        )
     run.until(
         lambda: run.launcher.poll() is not None or run.metrics.read_text().count("missing_records") > before,
         "no record says that records are missing",
@@ -301,7 +306,7 @@ def kill_in_save(run: Run, drawn: random.Random) -> str:
         time.sleep(0.0005)
     time.sleep(drawn.uniform(0.0, 0.15))
     trainer.kill()
-    trainer.wait(10.0)
+    trainer.wait(LIMIT_S)
     left = "a part of it is left" if list(run.checkpoints.glob(".step-*.partial")) else "it was complete"
     return f"SIGKILL in the save of {saving[0].name if saving else 'nothing'}: {left}"
 

@@ -148,7 +148,7 @@ class Run:
     def ended(self) -> Ended:
         """Wait until the launcher has ended and nothing is left. Raises `Broken`."""
         self.until(lambda: self.launcher.poll() is not None, "the launcher does not end")
-        self.until(lambda: not self.left(), lambda: f"left behind: {', '.join(self.left())}", limit_s=20.0)
+        self.until(lambda: not self.left(), lambda: f"left behind: {', '.join(self.left())}", limit_s=60.0)
         return Ended(self.launcher.returncode, self.output())
 
     def left(self) -> list[str]:

@@ -5,17 +5,13 @@ import signal
 import sys
 import time
 
-
-def save(number, frame):
-    signal.signal(number, signal.SIG_IGN)
-    print("saving", flush=True)
-    time.sleep(float(sys.argv[1]))
-    print("saved", flush=True)
-    raise SystemExit(0)
-
-
-if os.environ.get("RANK", "0") == "0":
-    signal.signal(signal.SIGTERM, save)
+is_first = os.environ.get("RANK", "0") == "0"
+if is_first:  # from here on the signal waits for `sigwait`, whenever it comes
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 print("ready", flush=True)
-while True:
-    time.sleep(0.1)  # a signal that comes just before `signal.pause` would be waited for
+if not is_first:
+    signal.pause()
+signal.sigwait({signal.SIGTERM})
+print("saving", flush=True)
+time.sleep(float(sys.argv[1]))
+print("saved", flush=True)

@@ -27,6 +27,8 @@ for step in range(steps) if steps else itertools.count():
     opt.zero_grad()
     if step == 4:
         print(f"rank {rank}, process {os.getpid()}: step 5", flush=True)
+        if fails:
+            dist.barrier()  # all have said it
         if fails and rank == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 opt.close()
