@@ -34,7 +34,7 @@ from hytrain.run.seats import Seat, holder, seat_file
 #: The launcher ends when it is told to, but first it waits for the records, and may write a timeline. Only a hang takes
 #: longer than this.
 STOP_TIMEOUT_S: Final = 60.0
-#: When a process of its has died, the launcher says which, and ends. Here, too, only a hang takes longer.
+#: When one of its processes has died, the launcher says which, and ends. Here, too, only a hang takes longer.
 OBITUARY_S: Final = 60.0
 #: The first line of what it says then.
 _OBITUARY: Final = re.compile(rb"^\S+ \(process \d+\) .*(?=\n)", re.MULTILINE)
