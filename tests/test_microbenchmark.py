@@ -35,6 +35,7 @@ def test_the_systems_of_a_part_compute_the_same(part: str, device: str) -> None:
         assert (case.both is None) is (case.system == EPILOGUE)
 
 
+@pytest.mark.slow
 def test_a_small_run_measures_every_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "found.csv"
     options = ["--detailed", "--device", "cpu", "--dtypes", "float32", "bfloat16", "--repeats", "1"]

@@ -34,6 +34,7 @@ def rows(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]) 
     return [row.split(" | ") for row in ROW.findall(capsys.readouterr().out)][2:]
 
 
+@pytest.mark.slow
 @pytest.mark.spawns
 def test_digits_are_learned_alike_by_both_optimizers() -> None:
     """In the same bits."""
@@ -43,6 +44,7 @@ def test_digits_are_learned_alike_by_both_optimizers() -> None:
     assert len(ours.epoch_s) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.spawns
 def test_the_table_of_digits_has_a_row_for_each_way(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(digits.main, capsys)
@@ -50,6 +52,7 @@ def test_the_table_of_digits_has_a_row_for_each_way(capsys: pytest.CaptureFixtur
     assert len({tuple(row[1:3]) for row in found if "CPU" in row[0]}) == 1, "the same losses"
 
 
+@pytest.mark.slow
 @pytest.mark.spawns
 def test_the_table_of_co_training_has_a_row_for_each_number_of_parts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
