@@ -58,8 +58,8 @@ PRELOADED: Final = (
 FORKING: Final = ("workers.process", "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
 #: Variables that Python and libraries read when they start. With other ones, a program is started.
 AT_START: Final = re.compile("(?!PYTHONPATH$|PYTHONUNBUFFERED$)(PYTHON|OMP_|MKL_|LD_|HF_|TRANSFORMERS_)")
-#: Threads that hold no lock which a fork would need: those of torchrun's agent and its store.
-HARMLESS: Final = {"pt_elastic", "pt_tcpstore_uv"}
+#: Threads that hold no lock which a fork would need: those of torchrun's agent and its store, and of an allocator.
+HARMLESS: Final = {"pt_elastic", "pt_tcpstore_uv", "jemalloc_bg_thd"}
 #: Room in the server's command line and environment for those of its forks.
 ROOM_BYTES: Final = 1 << 14
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -193,7 +193,7 @@ class _Here:
     @classmethod
     def fork(cls, start: Start) -> int | None:
         """A child of this process; None where threads run that may hold locks."""
-        if _other_threads() - HARMLESS:
+        if _other_threads():
             return None
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -214,7 +214,7 @@ def serve(connection: socket.socket) -> NoReturn:
     _Here.is_fork = True
     _Here.descriptors = frozenset(map(int, os.listdir("/proc/self/fd"))) - {connection.fileno()}
     _Here.filters, _Here.path = list(warnings.filters), list(sys.path)
-    assert not _other_threads(), "what was imported has started threads"
+    assert not (others := _other_threads()), f"what was imported has started threads: {', '.join(others)}"
     gc.collect()
     gc.freeze()  # or each fork would copy all, as the collector writes into what it looks at
     connection.send(b"ready")
@@ -233,9 +233,9 @@ def serve(connection: socket.socket) -> NoReturn:
 
 
 def _other_threads() -> set[str]:
-    """The names of all threads but this one, those of libraries too."""
+    """The names of threads, those of libraries too, that may hold locks."""
     names = {task.name: (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
-    return {name for number, name in names.items() if int(number) != threading.get_native_id()}
+    return {name for number, name in names.items() if int(number) != threading.get_native_id()} - HARMLESS
 
 
 def _exec(path: str, command: Sequence[str]) -> NoReturn:
