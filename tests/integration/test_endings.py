@@ -98,6 +98,13 @@ def wait_for_step(launcher: subprocess.Popen[str], run_dir: Path, step: int, sin
     wait_for(is_recorded)
 
 
+def trains_anew(launcher: subprocess.Popen[str], before: psutil.Process) -> bool:
+    """Whether it has started another trainer: then the last attempt's processes have ended."""
+    with suppress(psutil.NoSuchProcess, AssertionError):  # processes come and go
+        return roles_below(psutil.Process(launcher.pid)).get("trainer", before) != before
+    return False
+
+
 def wait_for_words(launcher: subprocess.Popen[str], words: str) -> str:
     """The line in which the launcher says this."""
     assert launcher.stderr is not None
@@ -266,12 +273,14 @@ def test_a_run_whose_optimizer_is_killed_twice_is_started_again(tmp_path: Path) 
     """Once before its first checkpoint, once after; it ends with the bits of a run that nobody has disturbed."""
     run_dir = tmp_path / "run"
     with begin(recipe_in(tmp_path), "--max-restarts", "2") as launcher:
+        trainers = []
 
         def kill(after: int) -> psutil.Process:
             wait_for_step(launcher, run_dir, after)
-            optimizer = roles_below(psutil.Process(launcher.pid))["optimizer"]
-            optimizer.kill()
-            return optimizer
+            roles = roles_below(psutil.Process(launcher.pid))
+            trainers.append(roles["trainer"])
+            roles["optimizer"].kill()
+            return roles["optimizer"]
 
         first = kill(after=4)
         wait_for_words(launcher, f"optimizer-0 (process {first.pid}) was killed by SIGKILL after step ")
@@ -283,6 +292,7 @@ def test_a_run_whose_optimizer_is_killed_twice_is_started_again(tmp_path: Path) 
         second = kill(after=saved_at + 4)
         line = wait_for_words(launcher, f"; attempt 3 of 3 begins from {saved}; ")
         assert f"optimizer-0 (process {second.pid}) was killed by SIGKILL after step " in line
+        wait_for(lambda: trains_anew(launcher, trainers[-1]))  # the last attempt's coordinator has written until then
         wait_for_step(launcher, run_dir, saved_at + 1, since_s=time.time())
         launcher.terminate()
         said = rest(launcher)
