@@ -83,7 +83,7 @@ def go_on(process: subprocess.Popen[str]) -> None:
 
 def role_of(process: psutil.Process) -> str:
     """ "launcher", "optimizer", "coordinator" by the module that runs, else the program's own name."""
-    words = process.cmdline()
+    words = process.cmdline() or [""]  # of a zombie
     for word in words:
         if word.startswith("workers."):
             return word.removeprefix("workers.")
