@@ -14,7 +14,9 @@ import pytest
 #: What a test may cost that is neither slow nor for a GPU.
 LIMIT_S: Final = 20.0
 #: Tests that may cost more, and why.
-DEAR: Final[dict[str, str]] = {}
+DEAR: Final[dict[str, str]] = {
+    "tests/integration/test_nodes.py::test_the_first_machine_shows_all_ranks": "nothing of two machines is a fork",
+}
 SHOWN: Final = 10
 _NAME: Final = "CPU seconds"
 
