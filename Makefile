@@ -25,6 +25,8 @@ FOR_TESTS := .venv/.ready-tests
 FOR_DOCS := .venv/.ready-docs
 IN_VENV := .venv/bin/python
 
+# Two targets at once would install into the same .venv.
+.NOTPARALLEL:
 .PHONY: setup demo test test-slow faults soak fuzz lint docs test-gpu bench bench-gpu
 
 setup: $(FOR_TESTS)
@@ -40,6 +42,7 @@ endef
 FAIL = { echo "make setup: $(1)" >&2; exit 1; }
 
 # A venv with the other kind of torch starts afresh. A Python without ensurepip (Debian splits it off) may have pip.
+# torch's wheels for CPUs bring torch's own C++ tests, 120 MB, which nothing here uses.
 $(READY): setup.cfg pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	    $(call FAIL,$(PYTHON) is not Python 3.11 or newer; name one with PYTHON=…)
@@ -60,6 +63,7 @@ else
 	cp constraints.txt .venv/constraints.txt
 endif
 	$(call INSTALL,recipe)
+	@rm -rf .venv/lib/python*/site-packages/torch/test .venv/lib/python*/site-packages/torch/bin/test_*
 
 $(FOR_TESTS): $(READY)
 	$(call INSTALL,all$(,)test)

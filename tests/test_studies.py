@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hytrain.recipe import report
+from hytrain.recipe import model, report
 
 pytest.importorskip("sklearn")
 
@@ -32,6 +32,16 @@ def rows(main: Callable[[list[str]], None], capsys: pytest.CaptureFixture[str]) 
     """The cells of the table that it prints, without its head."""
     main(["--small"])
     return [row.split(" | ") for row in ROW.findall(capsys.readouterr().out)][2:]
+
+
+def test_the_models_can_be_built() -> None:
+    """Slow tests train them in their small form; here they are built in each form, co-training's without memory."""
+    for width, depth in ((64, 2), (1024, 4)):
+        assert digits.perceptron(width, depth)(torch.ones(2, 64)).shape == (2, 10)
+    for shape in (cotraining.SMALL, cotraining.ON_CPU, cotraining.ON_GPU):
+        wanted = shape.recipe.model
+        built = model.build_empty(wanted, model.configuration(wanted, None, shape.length))
+        assert built.config.num_hidden_layers == shape.layers
 
 
 @pytest.mark.slow
