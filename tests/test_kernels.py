@@ -25,7 +25,8 @@ from torch.nn.functional import pad
 
 from hytrain.kernels import choice as backends
 from hytrain.kernels.backend import DTYPES, Backend, Into
-from hytrain.kernels.build import find_compiler
+from hytrain.kernels.build import build, find_compiler
+from hytrain.kernels.native import SOURCE
 from hytrain.kernels.scalars import Scalars, scalars
 from hytrain.kernels.split import join, nearest_half, split
 from protocol.rules import AdamWHyper
@@ -299,8 +300,15 @@ def test_every_float16_gradient_and_every_rounding_to_float16(name: str) -> None
     check_float16(open_update(name))
 
 
-def test_float16_where_the_processor_does_not_convert(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel for processors without float16. It is built here: on a new machine that is no cost of the test."""
     monkeypatch.setenv("CXX", " ".join([*find_compiler(os.environ), "-DHYTRAIN_F16C=0"]))
+    build(SOURCE)
+
+
+@pytest.mark.usefixtures("no_float16")
+def test_float16_where_the_processor_does_not_convert() -> None:
     check_float16(open_update("native"))
 
 
