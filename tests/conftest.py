@@ -143,12 +143,11 @@ def find_leaks(folder: Path, descriptors: set[str], children: set[psutil.Process
 def processes_of(folder: Path, children: set[psutil.Process]) -> list[psutil.Process]:
     """New children, zombies too, and whatever carries the test's TMPDIR, even if its parent is gone."""
     found = set(psutil.Process().children(recursive=True)) - children
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get("TMPDIR") == str(folder):
-                found.add(process)
-        except psutil.Error:
-            continue  # gone meanwhile, a zombie, or another user's
+    carried = f"\0TMPDIR={folder}\0".encode()
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # gone meanwhile, a zombie, or another user's
+            if int(pid) != os.getpid() and carried in b"\0" + Path("/proc", pid, "environ").read_bytes():
+                found.add(psutil.Process(int(pid)))
     return sorted(found, key=lambda process: process.pid)
 
 
