@@ -13,7 +13,7 @@ So between such a backward and `step()`, gradients are what a loop finds there i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -43,9 +43,9 @@ class Sum(Protocol):
 
 
 class SummedGradient(Tensor):
-    """A gradient with the values of its `sum`."""
+    """A gradient with the values of a sum."""
 
-    sum: Sum
+    _total: Sum
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -53,8 +53,8 @@ class SummedGradient(Tensor):
         made = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=like.device, strides=like.stride()
         )
-        made.sum = total
-        return cast(Self, made)
+        made._total = total
+        return made
 
     def __init__(self, total: Sum, like: Tensor) -> None:
         super().__init__()
@@ -67,53 +67,50 @@ class SummedGradient(Tensor):
         if func is _aten.detach.default:
             return args[0]
         if func is _aten.add_.Tensor and isinstance(args[0], cls) and not kwargs and _is_gradient(args[1], args[0]):
-            args[0].sum.add(args[1])
+            args[0]._total.add(args[1])
             return args[0]
         found = {id(each): each for each in tree_flatten((args, kwargs))[0] if isinstance(each, cls)}
         shows = any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
-        values = {key: each.sum.settle() if shows else each.sum.value() for key, each in found.items()}
+        values = {key: each._total.settle() if shows else each._total.value() for key, each in found.items()}
 
         def value(each: Any) -> Any:
             return values[id(each)] if isinstance(each, cls) else each
 
         result = func(*tree_map(value, args), **tree_map(value, kwargs))
         for each in _written(func, args, kwargs):
-            each.sum.write(values[id(each)])
+            each._total.write(values[id(each)])
         own = {id(values[key]): each for key, each in found.items()}  # an operation in place returns what it got
         return tree_map(lambda made: own.get(id(made), made), result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.sum.value())
+        return repr(self._total.value())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return self.sum.value().clone()
+        return self._total.value().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.sum.value().clone().__reduce_ex__(protocol)
+        return self._total.value().clone().__reduce_ex__(protocol)
 
     def numpy(self, *args: Any, **options: Any) -> Any:
-        return self.sum.settle().numpy(*args, **options)
+        return self._total.settle().numpy(*args, **options)
 
     def tolist(self) -> Any:
-        return self.sum.value().tolist()
+        return self._total.value().tolist()
 
     def __array__(self, *args: Any, **options: Any) -> Any:
-        return self.sum.settle().__array__(*args, **options)
+        return self._total.settle().__array__(*args, **options)
 
     def __dlpack__(self, *args: Any, **options: Any) -> Any:
-        return self.sum.settle().__dlpack__(*args, **options)
-
-    def data_ptr(self) -> int:
-        return self.sum.settle().data_ptr()
+        return self._total.settle().__dlpack__(*args, **options)
 
     def untyped_storage(self) -> Any:
-        return self.sum.settle().untyped_storage()
+        return self._total.settle().untyped_storage()
 
 
 def summed(gradient: Tensor | None) -> Sum | None:
     """The sum that is this gradient's values; None of another one."""
     part = None if gradient is None else local(gradient)
-    return part.sum if isinstance(part, SummedGradient) else None
+    return part._total if isinstance(part, SummedGradient) else None
 
 
 def _is_gradient(given: Any, of: Tensor) -> bool:

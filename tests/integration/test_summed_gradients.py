@@ -81,7 +81,12 @@ def scales(model: nn.Module, opt: Any, step: int) -> None:
 def reads(model: nn.Module, opt: Any, step: int) -> Any:
     retained(model, step)
     flat = torch.cat([gradient.flatten() for gradient in gradients(model)])
-    seen = [float(flat.norm()), flat.tolist()[:3], copy.deepcopy(gradients(model)[0]).sum().item()]
+    seen = [
+        float(flat.norm()),
+        flat.tolist()[:3],
+        gradients(model)[1].sum().item(),
+        copy.deepcopy(gradients(model)[0]).sum().item(),
+    ]
     opt.step()
     opt.zero_grad()
     return seen
