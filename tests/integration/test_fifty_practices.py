@@ -45,7 +45,8 @@ class Row:
     """A practice that gives the same bits as with torch, and goes on doing so.
 
     With a `refusal`, HyTrain raises this sentence instead, and is then where torch is after `as_if`: nothing is half
-    done. `ends`: training cannot go on afterwards, and nobody trains on silently. `options` are HyTrain's, `ignores` is a warning of torch's.
+    done. `ends`: training cannot go on afterwards, and nobody trains on silently. `options` are HyTrain's, `ignores` is
+    a warning of torch's.
     """
 
     run: Practice
