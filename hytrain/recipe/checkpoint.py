@@ -28,11 +28,11 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -370,8 +370,9 @@ def restore(folder: Path, opt: TrainingOptimizer, job: Job) -> int:
         _log.warning("%s was saved with %s: the bits may differ from here on", folder.name, ", ".join(sorted(others)))
     with locked(folder, shared=True):  # the run that has saved it may go on, and removes its oldest
         opt.load(folder / OPTIMIZER_FOLDER)
-    if len(state.random) == job.ranks.world:
-        state.random[job.ranks.rank].set()
+    randoms = state.random if isinstance(state.random, list) else [state.random]
+    if len(randoms) == job.ranks.world:
+        randoms[job.ranks.rank].set()
     else:
         torch.manual_seed(job.seed(state.recipe["run"]["seed"], state.step))
     return state.step
@@ -431,18 +432,21 @@ class _State(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
 
     step: int = Field(ge=0)
-    random: Annotated[list[_Random], BeforeValidator(lambda found: [found] if isinstance(found, dict) else found)]
+    random: list[_Random] | _Random
     recipe: dict[str, Any]
     run: str | None = None
     parent: str | None = None
     versions: dict[str, str] = {}
 
-    @model_validator(mode="after")
-    def _has_what_is_compared(self) -> Self:
-        model, seed = self.recipe.get("model"), (self.recipe.get("run") or {}).get("seed")
-        if not isinstance(model, dict) or not {*COMPARED} <= model.keys() or not isinstance(seed, int):
-            raise ValueError(f"the recipe has run.seed and the model's {' and '.join(COMPARED)}")
-        return self
+    @field_validator("recipe")
+    @classmethod
+    def _has_what_is_compared(cls, recipe: dict[str, Any]) -> dict[str, Any]:
+        model, run = recipe.get("model"), recipe.get("run")
+        if not isinstance(model, dict) or not {*COMPARED} <= model.keys():
+            raise ValueError(f"it has no model with {' and '.join(COMPARED)}")
+        if not isinstance(run, dict) or not isinstance(run.get("seed"), int):
+            raise ValueError("it has no run with a seed")
+        return recipe
 
 
 def _read(folder: Path) -> _State:

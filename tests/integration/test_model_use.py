@@ -159,7 +159,7 @@ class Own(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.linear, self.drop, self.cache = nn.Linear(64, 64), nn.Dropout(0.0), Tensor()
+        self.linear, self.drop, self.cache = nn.Linear(32, 32), nn.Dropout(0.0), Tensor()
         self.itself = [self]
         self.linear.register_forward_hook(noted)
 
@@ -214,10 +214,10 @@ def test_a_program_that_is_exported_while_training_names_nothing_of_hytrain() ->
     model, buffer = perceptron(), io.BytesIO()
     with adamw(model, k=0.3) as opt:
         train(model, opt, range(2), square_loss)
-        torch.export.save(torch.export.export(model, (torch.ones(1, 64),)), buffer)
+        torch.export.save(torch.export.export(model, (vectors(0),)), buffer)
         assert b"hytrain" not in buffer.getvalue()
-        found = torch.export.load(io.BytesIO(buffer.getvalue())).module()(torch.ones(1, 64))
-        assert torch.equal(found, model(torch.ones(1, 64)))
+        found = torch.export.load(io.BytesIO(buffer.getvalue())).module()(vectors(0))
+        assert torch.equal(found, model(vectors(0)))
 
 
 def test_a_consumed_gradient_is_neither_copied_nor_saved() -> None:
