@@ -2,6 +2,7 @@
 
     locked(folder)      flock: others wait, or leave the folder alone; it ends with its process, however that ends
     read(path)          a file's bytes; what is no file raises, where a pipe would have us wait for ever
+    said(error)         why a file cannot be written, and what helps
 
 The locks are those of the operating system. On a file system without them, as NFS may be, everybody has his.
 `manifest`, `state_folder` and `recipe` call this; it needs no torch.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -58,3 +60,15 @@ def opened(path: Path) -> BufferedReader:
         return file
     file.close()
     raise OSError(errno.EINVAL, "it is not a file")
+
+
+def said(error: Exception) -> str:
+    """What is wrong, and what helps, where that is known. Not only OSErrors come from the system: see the text, too."""
+    text, number = str(getattr(error, "strerror", None) or error), getattr(error, "errno", None)
+    if number == errno.EFBIG or os.strerror(errno.EFBIG) in text:
+        most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if most != resource.RLIM_INFINITY:
+            return f"{text}: this process may write {most:,} bytes into a file (ulimit -f): raise that limit"
+    if number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in text:
+        return f"{text}: make room, or save elsewhere"
+    return text

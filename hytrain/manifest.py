@@ -13,11 +13,9 @@ that the disk is the slower part. A file is read back right after it was written
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 import re
-import resource
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,7 +24,7 @@ from traceback import clear_frames
 from typing import Final
 
 from hytrain.errors import ConfigError, SavingError
-from hytrain.folders import locked, opened, read
+from hytrain.folders import locked, opened, read, said
 from hytrain.run.ranks import Ranks
 from hytrain.saver import each
 
@@ -51,21 +49,9 @@ def writing(folder: Path, *errors: type[Exception]) -> Iterator[None]:
         if not isinstance(error, (OSError, *errors)):
             raise
         clear_frames(error.__traceback__)  # or whoever holds the new error holds what was to be written
-        raise SavingError(f"{folder} could not be written: {_said(error)}. What was saved before is whole") from None
+        raise SavingError(f"{folder} could not be written: {said(error)}. What was saved before is whole") from None
     finally:
         del _being_written[key]
-
-
-def _said(error: Exception) -> str:
-    """What is wrong, and what helps, where that is known. Not only OSErrors come from the system: see the text, too."""
-    said, number = str(getattr(error, "strerror", None) or error), getattr(error, "errno", None)
-    if number == errno.EFBIG or os.strerror(errno.EFBIG) in said:
-        most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if most != resource.RLIM_INFINITY:
-            return f"{said}: this process may write {most:,} bytes into a file (ulimit -f): raise that limit"
-    if number in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in said:
-        return f"{said}: make room, or save elsewhere"
-    return said
 
 
 def being_written() -> tuple[Path, float] | None:

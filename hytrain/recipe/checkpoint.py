@@ -92,7 +92,7 @@ def save(
         opt.synchronize()
         write_weights = export(model, partial, job, behind=True)
         optimizer = opt.async_save(partial / OPTIMIZER_FOLDER)
-        randoms = job.ranks.gather(_Random.now())
+        randoms = [_Random.model_validate_json(one) for one in job.ranks.gather(_Random.now().model_dump_json())]
         before = [folder for folder in history(run_dir) if folder != final]
         state = _State(
             step=step,
