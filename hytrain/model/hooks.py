@@ -212,16 +212,20 @@ class _OursLeftOut:
 
 
 def _leave_out(model: nn.Module, ours: set[int]) -> Callable[[], None]:
-    """Leave hooks, by the numbers of their handles, out of what is copied or saved of a model. Returns the way back."""
+    """Leave hooks, by the numbers of their handles, out of what is copied or saved of a model.
+
+    Returns the way back, which does not keep the model.
+    """
     dictionaries = [hooks for module in model.modules() for hooks in _dictionaries(module) if ours & hooks.keys()]
     for hooks in dictionaries:
         vars(hooks).setdefault("__reduce_ex__", _OursLeftOut(hooks)).ours.update(ours & hooks.keys())
+    found = [weakref.ref(hooks) for hooks in dictionaries]
 
     def undo() -> None:
-        for hooks in dictionaries:
-            left_out = vars(hooks)["__reduce_ex__"].ours
-            left_out -= ours
-            if not left_out:
+        for hooks in [hooks for reference in found if (hooks := reference()) is not None]:
+            left_out = vars(hooks)["__reduce_ex__"]
+            left_out.ours -= ours
+            if not left_out.ours:
                 del vars(hooks)["__reduce_ex__"]
 
     return undo
