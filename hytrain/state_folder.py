@@ -445,7 +445,7 @@ def _sweep(folder: Path) -> None:
     """Remove the saves that are not the current one, and that nobody writes or reads."""
     for path in folder.iterdir():
         if FOLDER.fullmatch(path.name) and not path.is_symlink() and path.is_dir():
-            with suppress(FileNotFoundError), locked(path, wait=False) as is_locked:  # or another one sweeps
+            with suppress(OSError), locked(path, wait=False) as is_locked:  # it is another user's, or gone already
                 if is_locked and not _is_current(path):
                     shutil.rmtree(path, ignore_errors=True)
 
