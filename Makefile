@@ -87,6 +87,7 @@ faults: setup
 soak: setup
 	$(IN_VENV) -m tests.soak --faults 200 --seed 1 --random-placements
 	$(IN_VENV) -m tests.soak --faults 54 --seed 2 --ranks 2 --max-restarts 3
+	$(IN_VENV) -m tests.soak.folders --seconds 600 --seed 1
 
 fuzz: setup
 	$(IN_VENV) -m tests.fuzz --frames 2000000

@@ -116,7 +116,10 @@ class Algorithm:
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number. True and False are not numbers."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond the floats
+        return False
 
 
 def _read_adamw(group: Mapping[str, Any]) -> AdamWHyper:

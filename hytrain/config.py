@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -101,6 +102,19 @@ class Cluster(BaseModel):
             return cls(**json.loads((Path(socket_dir) / CLUSTER_FILE).read_text()))
         except (OSError, ValueError) as error:
             raise ConfigError(f"no HyTrain run has its sockets in {socket_dir}: {error}") from None
+
+
+def home() -> Path:
+    """The user's home folder: HOME, or what the system says where that is empty. Raises `ConfigError` without one."""
+    if named := os.environ.get("HOME"):
+        return Path(named)
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        raise ConfigError(
+            "HOME is empty, and the system knows no home folder of this user: set HOME, or HYTRAIN_RUN_DIR for records "
+            "and HYTRAIN_CACHE for compiled kernels"
+        ) from None
 
 
 def joined_cluster() -> str | None:

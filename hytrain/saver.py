@@ -1,10 +1,14 @@
-"""Finishes saves on a thread of its own, one after the other, while training goes on."""
+"""The threads of saving: one that finishes saves while training goes on, and several where somebody waits for files.
+
+While the interpreter ends, no thread can start: then all is done where it is asked for.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar
 
 from hytrain.run.ranks import Ranks
@@ -13,6 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 class Saver:
@@ -35,7 +40,7 @@ class Saver:
                 _log.error("%s was not saved: %s", what, error)
                 raise
 
-        future = self._latest = self._pool.submit(run)
+        future = self._latest = _started(self._pool, run)
         return future
 
     def wait(self) -> None:
@@ -48,3 +53,21 @@ class Saver:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
+
+
+def each(call: Callable[[Item], T], items: Iterable[Item], workers: int | None = None) -> list[T]:
+    """What `call` returns for each of the items, on several threads."""
+    with ThreadPoolExecutor(workers, "hytrain-files") as pool:
+        return [future.result() for future in [_started(pool, partial(call, item)) for item in items]]
+
+
+def _started(pool: ThreadPoolExecutor, call: Callable[[], T]) -> Future[T]:
+    try:
+        return pool.submit(call)
+    except RuntimeError:  # the interpreter is ending
+        future = Future[T]()
+        try:
+            future.set_result(call())
+        except Exception as error:
+            future.set_exception(error)
+        return future

@@ -27,10 +27,15 @@ from hytrain import tensor_file
 #: How the reader knows which part of an array a shard is.
 OFFSETS: Final = "DCP_SHARDING_INFO"
 VERSION: Final = ("DCP_VERSION", "1.0")
+#: Of which save a file is.
+SAVE: Final = "HYTRAIN_SAVE"
 
 
 class ShardWriter(StorageWriter):
-    """Writes arrays of one rank into `folder`: of which array `file_of` knows the file's number, `dtypes` its dtype."""
+    """Writes arrays of one rank into `folder`: of which array `file_of` knows the file's number, `dtypes` its dtype.
+
+    Each file has the name of the `save`.
+    """
 
     def __init__(
         self,
@@ -39,10 +44,11 @@ class ShardWriter(StorageWriter):
         file_of: Mapping[str, int],
         dtypes: Mapping[str, torch.dtype],
         *,
+        save: str,
         in_parallel: bool,
     ) -> None:
         self._folder, self._rank, self._file_of, self._dtypes = folder, rank, file_of, dtypes
-        self._in_parallel = in_parallel
+        self._save, self._in_parallel = save, in_parallel
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         files: dict[int, list[WriteItem]] = {}
@@ -67,7 +73,7 @@ class ShardWriter(StorageWriter):
             name, chunk = item.index.fqn, item.tensor_data.chunk
             described[name] = self._dtypes[name], chunk.sizes
             offsets[name] = {"saved_offsets": list(chunk.offsets)}
-        metadata = {OFFSETS: json.dumps(offsets), VERSION[0]: VERSION[1]}
+        metadata = {OFFSETS: json.dumps(offsets), VERSION[0]: VERSION[1], SAVE: self._save}
         arrays = (cast(Tensor, planner.resolve_data(item)) for item in items)
         tensor_file.write(self._folder / f"{file}.safetensors", described, arrays, metadata)
 

@@ -1,23 +1,27 @@
 """The optimizer's state in a folder, written and read through `torch.distributed.checkpoint`, on one rank or several.
 
-    index.json                     step counts, hyperparameters, the loss scale: written by rank 0
-    shard-RANK-….safetensors       one per rank and layer: `exp_avg.NAME` is a rank's shard, with its offsets
+    SHA256SUMS                        names the files of one save
+    state-SAVE/index.json             step counts, hyperparameters, the loss scale: written by rank 0
+    state-SAVE/shard-RANK-….safetensors    one per rank and layer: `exp_avg.NAME` is a rank's shard, with its offsets
 
 Nothing is gathered on one rank, and at most one layer is in memory twice. On another number of ranks, or another mesh,
 each rank reads what overlaps its own shards. The arrays' bytes do not depend on k.
 
-A folder has two slots. `save` fills the free one. When all ranks have finished, the rename of `SHA256SUMS` makes it the
-current one. So a process may be killed at any moment: the folder has the whole old state, or the whole new one. Other
-files in the folder are left alone. All ranks call `save` and `load`, with a folder that all of them see.
+Each `save` has a name of its own, and a folder. When all ranks have finished, the rename of `SHA256SUMS` makes it the
+current one. So a process may be killed at any moment: there is the whole old state, or the whole new one. Several
+processes may save and load at once. One that writes or reads a save has locked its folder (`folders.locked`), and what
+is neither locked nor current is removed. Other files are left alone. All ranks call `save` and `load`, with a folder
+that all of them see.
 """
 
 from __future__ import annotations
 
-import json
+import re
+import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -35,26 +39,25 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import ReadItem
 
 from hytrain import manifest
-from hytrain.algorithms import Algorithm
 from hytrain.errors import ClusterError, ConfigError, SavingError
+from hytrain.folders import locked
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.loan import Loan, borrow
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.run.ranks import Ranks
 from hytrain.saving import Resting, check_groups, dtype_name, gather, hyper, rules_of, scatter, tell_of_conversion
-from hytrain.shard_writer import ShardWriter
+from hytrain.shard_writer import SAVE, ShardWriter
+from hytrain.state_index import FORMAT, INDEX, Index, Scale
 from hytrain.step.scaling import LossScale
 from hytrain.tensor_file import await_devices
 from hytrain.tensors import distributed, local, part_of, shaped
 from protocol.handles import STATE_PLANES, Precision
 from protocol.rules import MOMENT_PLANES
 
-INDEX: Final = "index.json"
-FORMAT: Final = 3
-#: Written by one rank: `exp_avg.NAME`, or `exp_avg.NAME[START]` for a piece of it, has elements in storage order.
-FORMAT_OF_ONE_RANK: Final = 2
-SLOTS: Final = ("state-a", "state-b")
+#: The folder of a save; earlier versions had two, in turn.
+FOLDER: Final = re.compile(r"state-([0-9a-f]{16}|[ab])")
+SHARD: Final = ".safetensors"
 #: By their names in safetensors, in `FORMAT_OF_ONE_RANK`.
 DTYPES: Final = {"F32": torch.float32, "I16": torch.int16}
 #: The dtypes of moments in files, which are read as each other.
@@ -109,38 +112,41 @@ def save(
         step_of |= steps_of_one
         files |= dict.fromkeys(rested_of_one, 1) | files_of_one
         rested |= rested_of_one
+    lock = ExitStack()
     with ranks.together(), manifest.writing(folder):
-        slots = _prepared(folder) if ranks.rank == 0 else None
-    current, free = ranks.gather(slots)[0]
+        made = _made(folder, lock) if ranks.rank == 0 else None
+    own = ranks.gather(made)[0]
     arrays = _trained(parameters, resting.precision) | _rested(resting)
     file_of = {f"{plane}.{name}": file for name, file in files.items() for plane in STATE_PLANES}
     await_devices(array.like for array in arrays.values())
     loan = None if memory is None else _copy(arrays, memory, ranks)
     dtypes = {name: array.dtype for name, array in arrays.items()}
-    writer = ShardWriter(free, ranks.rank, file_of, dtypes, in_parallel=loan is None)
-    index = {
-        "format": FORMAT,
-        "steps": steps,
-        "algorithm": resting.algorithm.name,
-        "param_groups": [hyper(group, resting.algorithm.of(group)) for group in groups],
-        "step_of": step_of,
-        "resting": rested,
-        "loss_scale": None if loss_scale is None else loss_scale.state(),
+    writer = ShardWriter(own, ranks.rank, file_of, dtypes, save=own.name, in_parallel=loan is None)
+    index = Index(
+        format=FORMAT,
+        save=own.name,
+        steps=steps,
+        algorithm=resting.algorithm.name,
+        param_groups=[hyper(group, resting.algorithm.of(group)) for group in groups],
+        step_of=step_of,
+        resting=rested,
+        loss_scale=None if loss_scale is None else Scale.model_validate(loss_scale.state()),
         **resting.precision._asdict(),
-    }
+    )
 
     def written() -> Iterator[Path]:
-        yield from free.glob(f"shard-{ranks.rank + 1:05d}-*")
+        yield from own.glob(f"shard-{ranks.rank + 1:05d}-*")
         if ranks.rank == 0:
-            yield free / INDEX
+            yield own / INDEX
 
     @contextmanager
     def or_removed() -> Iterator[None]:
         try:
             yield
         except SavingError:
-            if ranks.rank == 0 and not _is_current(free):
-                shutil.rmtree(free, ignore_errors=True)  # it may be what fills the disk
+            if ranks.rank == 0 and not _is_current(own):
+                shutil.rmtree(own, ignore_errors=True)  # it may be what fills the disk
+            lock.close()
             raise
 
     def write(ranks: Ranks) -> None:
@@ -153,7 +159,7 @@ def save(
                     _run(ranks, partial(state_dict_saver.save, state, storage_writer=writer, planner=planner))
             with ranks.together(), manifest.writing(folder):
                 if ranks.rank == 0:
-                    (free / INDEX).write_text(json.dumps(index, indent=1, default=float))  # numpy's are not JSON's
+                    (own / INDEX).write_text(index.text())
 
     def finish(ranks: Ranks, in_parallel: bool = False) -> None:
         if loan is not None:
@@ -164,7 +170,9 @@ def save(
         with or_removed():
             manifest.seal(folder, written(), ranks, in_parallel=in_parallel)
         if ranks.rank == 0:
-            shutil.rmtree(current, ignore_errors=True)
+            with suppress(OSError):
+                _sweep(folder)
+        lock.close()
 
     if loan is None:
         write(ranks)
@@ -197,43 +205,63 @@ def load(
     """Load what `save` wrote and return the number of steps. `when_checked` is called before the first change.
 
     Raises `ConfigError` on all ranks, before anything is changed, if the state is missing, damaged or of another model.
+    What others save meanwhile is not read.
     """
     ranks = Ranks.of_job()
-    try:
-        files = {path.name: path for path in manifest.verify(folder, ranks)}
-    except ConfigError as error:
-        raise ConfigError(f"no optimizer state in {folder}: {error}") from None
+    with ExitStack() as held:
+        try:
+            sealed = held.enter_context(manifest.verified(folder, ranks))
+        except ConfigError as error:
+            raise ConfigError(f"no optimizer state in {folder}: {error}") from None
+        return _load(folder, sealed, groups, parameters, resting, named, loss_scale, when_checked, ranks)
+
+
+def _load(
+    folder: Path,
+    sealed: Sequence[Path],
+    groups: list[dict[str, Any]],
+    parameters: list[TrainedParameter],
+    resting: Resting,
+    named: dict[str, nn.Parameter],
+    loss_scale: LossScale | None,
+    when_checked: Callable[[], None],
+    ranks: Ranks,
+) -> int:
     found = {clean(name): parameter for name, parameter in named.items()}
     arrays, entries, moments = _trained(parameters, resting.precision), dict[str, dict[str, Any]](), set[str]()
     everyones = ranks.gather(({clean(known.name) for known in parameters}, set(found)))
     names, all_names = (set[str]().union(*sets) for sets in zip(*everyones, strict=True))
 
     with ranks.together():
-        index = _read_index(files.get(INDEX, folder / INDEX), resting.algorithm)
-        if others := index["step_of"].keys() ^ names:
+        indices = [path for path in sealed if path.name == INDEX and FOLDER.fullmatch(path.parent.name)]
+        if len(indices) != 1:
+            raise ConfigError(f"no optimizer state in {folder}: {len(indices)} files {INDEX} are in {manifest.SUMS}")
+        slot = indices[0].parent
+        index = Index.read(indices[0], groups, resting.algorithm)
+        if others := index.step_of.keys() ^ names:
             raise ConfigError(
                 f"the optimizer state in {folder} is of another model, or {min(others)} was frozen in one of the two "
                 "and is not in the other: freeze the same parameters, or use state_dict() and load_state_dict()"
             )
-        if unknown := index["resting"].keys() - all_names:
+        if unknown := index.resting.keys() - all_names:
             raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
-        if len(index["param_groups"]) != len(groups):
-            raise ConfigError(f"the optimizer state in {folder} has {len(index['param_groups'])} parameter groups")
-        check_groups(groups, index["param_groups"], resting.algorithm)
-        slot = files[INDEX].parent
+        check_groups(groups, index.param_groups, resting.algorithm)
+        shards = [path for path in sealed if path.parent == slot and path.suffix == SHARD]
         try:
-            saved = _Shards(slot) if index["format"] == FORMAT else _Pieces(slot)
-        except (OSError, SafetensorError) as error:
+            saved = _Shards(slot, shards, index.save) if index.format == FORMAT else _Pieces(shards)
+        except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
         rules = rules_of(groups, resting.algorithm)
-        for name in sorted(index["resting"].keys() & found.keys()):
-            entries[name] = {"step": index["resting"][name]}
+        for name in sorted(index.resting.keys() & found.keys()):
+            entries[name] = {"step": index.resting[name]}
             for plane, dtype in plane_dtypes(found[name], rules[id(found[name])], resting.precision).items():
                 if plane != "remainder" or saved.dtype(f"{plane}.{name}", found[name]) is not None:
                     room = torch.empty_like(local(found[name]).detach(), dtype=dtype, device="cpu")
                     arrays[f"{plane}.{name}"] = _held(room, found[name])
                     entries[name][plane] = distributed(room, found[name])
-        has_masters = index.get("master_dtype", "float32") == "float32"
+        has_masters = index.master_dtype == "float32"
         lone = [known for known in parameters if known.parameter.dtype is torch.bfloat16 and not has_masters]
         for known in lone:
             arrays.pop(f"remainder.{clean(known.name)}", None)
@@ -242,7 +270,7 @@ def load(
             if theirs is None or (theirs != array.dtype and not {theirs, array.dtype} <= MOMENTS):
                 raise ConfigError(f"{name} in {slot} is missing or of another shape")
             if name.partition(".")[0] in MOMENT_PLANES:
-                moments.add(index.get("state_dtype", dtype_name(theirs)))
+                moments.add(index.state_dtype or dtype_name(theirs))
     tell_of_conversion(str(folder), moments, has_masters, resting.precision)
     when_checked()
     for known in lone:
@@ -251,20 +279,26 @@ def load(
     resting.clear()
     for name, entry in entries.items():
         resting.load(name, found[name], rules[id(found[name])], entry)
-    for group, other in zip(groups, index["param_groups"], strict=True):
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in other.items()})
+    for group, other in zip(groups, index.param_groups, strict=True):
+        numbers = hyper(other, resting.algorithm.of(other))
+        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()})
     for known in parameters:
-        known.count = index["step_of"][clean(known.name)]
+        known.count = index.step_of[clean(known.name)]
     if loss_scale is not None:
-        loss_scale.load(index.get("loss_scale"))
-    return int(index["steps"])
+        loss_scale.load(None if index.loss_scale is None else index.loss_scale.model_dump())
+    return index.steps
 
 
 class _Shards:
     """What `save` writes."""
 
-    def __init__(self, slot: Path) -> None:
+    def __init__(self, slot: Path, files: Sequence[Path], save: str | None) -> None:
+        for path in files:
+            with safe_open(path, framework="pt") as file:
+                if (file.metadata() or {}).get(SAVE) != save:
+                    raise ConfigError(f"{path} is not of the same save as {INDEX}: load another checkpoint")
         self._reader = HuggingFaceStorageReader(str(slot))
+        vars(self._reader.fs)["ls"] = lambda _: [str(path) for path in files]  # not whatever else lies there
         self._found = self._reader.read_metadata().state_dict_metadata
 
     def dtype(self, name: str, like: Tensor) -> torch.dtype | None:
@@ -284,11 +318,11 @@ class _Shards:
 class _Pieces:
     """What one rank wrote in `FORMAT_OF_ONE_RANK`."""
 
-    def __init__(self, slot: Path) -> None:
+    def __init__(self, files: Sequence[Path]) -> None:
         self._places: dict[str, list[tuple[int, Path, str]]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._numels: dict[str, int] = {}
-        for path in slot.glob("*.safetensors"):
+        for path in files:
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118  (no mapping)
                     found, (name, _, start) = file.get_slice(key), clean(key).partition("[")
@@ -392,39 +426,35 @@ def _tensor(path: Path, key: str) -> Tensor:
     return tensor
 
 
-def _prepared(folder: Path) -> tuple[Path, Path]:
-    """The slot that has the current state, and the other one, which is made empty."""
+def _made(folder: Path, lock: ExitStack) -> Path:
+    """The folder of a new save, locked. Those of saves that were killed are removed before, to have their room."""
     folder.mkdir(parents=True, exist_ok=True)
     manifest.sync(folder.parent)
-    current, free = folder / SLOTS[0], folder / SLOTS[1]
-    if not _is_current(current):
-        current, free = free, current
-    shutil.rmtree(free, ignore_errors=True)
-    free.mkdir()
-    return current, free
+    _sweep(folder)
+    while True:
+        own = folder / f"state-{secrets.token_hex(8)}"
+        own.mkdir()
+        with ExitStack() as tried, suppress(FileNotFoundError):  # it has been swept before it was locked
+            tried.enter_context(locked(own))
+            own.stat()
+            lock.push(tried.pop_all())
+            return own
 
 
-def _is_current(slot: Path) -> bool:
-    sums = slot.with_name(manifest.SUMS)
-    return sums.is_file() and f" {slot.name}/" in sums.read_text(errors="replace")
+def _sweep(folder: Path) -> None:
+    """Remove the saves that are not the current one, and that nobody writes or reads."""
+    for path in folder.iterdir():
+        if FOLDER.fullmatch(path.name) and not path.is_symlink() and path.is_dir():
+            with suppress(OSError), locked(path, wait=False) as is_locked:  # it is another user's, or gone already
+                if is_locked and not _is_current(path):
+                    shutil.rmtree(path, ignore_errors=True)
 
 
-def _read_index(path: Path, algorithm: Algorithm) -> dict[str, Any]:
-    """What `save` wrote into `INDEX`. Raises `ConfigError` if it lacks a key, or is of another version or algorithm."""
-    kinds = {"format": int, "steps": int, "param_groups": list, "step_of": dict, "resting": dict}
+def _is_current(save: Path) -> bool:
+    """Whether this is what the folder's checksums name, or may be: they are damaged, and somebody may mend them."""
+    if not (save.parent / manifest.SUMS).exists():
+        return False
     try:
-        index = json.loads(path.read_text())
-        wrong = [key for key, kind in kinds.items() if not isinstance(index[key], kind)]
-        wrong += [
-            key for group in index["param_groups"] for key in algorithm.of(group).hyperparameters if key not in group
-        ]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"{path} is not what opt.save writes: {error!r}; load another checkpoint") from None
-    if (other := index.get("algorithm", "AdamW")) != algorithm.name:
-        raise ConfigError(f"the optimizer state in {path.parent} is hytrain.{other}'s, not hytrain.{algorithm.name}'s")
-    if wrong:
-        raise ConfigError(f"{path} is not what opt.save writes: see {wrong[0]!r}; load another checkpoint")
-    if index["format"] not in (FORMAT, FORMAT_OF_ONE_RANK):
-        raise ConfigError(f"the optimizer state in {path.parent} is of another version of HyTrain")
-    names = {key: {clean(name): count for name, count in index[key].items()} for key in ("step_of", "resting")}
-    return {**index, **names}
+        return any(save in path.parents for path in manifest.sealed(save.parent))
+    except ConfigError:
+        return True

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from hytrain.saver import each
 
 #: As safetensors calls them.
 DTYPES: Final = {
@@ -59,9 +60,7 @@ def write_all(files: Sequence[Callable[[], None]], *, in_parallel: bool) -> None
         for file in files:
             file()
         return
-    with ThreadPoolExecutor(WRITERS, "hytrain-write") as pool:
-        for written in [pool.submit(file) for file in files]:
-            written.result()
+    each(lambda file: file(), files, WRITERS)
 
 
 def await_devices(tensors: Iterable[Tensor]) -> None:

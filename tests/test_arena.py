@@ -254,3 +254,13 @@ def test_descriptors_of_something_else_and_too_many_are_refused(
     there.settimeout(0.01)
     with pytest.raises(TimeoutError):
         receive_arena(there, {4: LAYOUT}, token=TOKEN)
+
+
+def test_a_limit_on_files_that_memory_is_under_is_named() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match=r"1,000 bytes into a file \(ulimit -f\): raise that limit"):
+            HostArena(layout_of())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -388,6 +388,85 @@ def test_a_damaged_checkpoint_is_skipped_or_refused_before_anything_starts(
     for name in ("latest", "auto"):
         with pytest.raises(ConfigError, match="step-9/model.safetensors is damaged"):
             runs.train("run", f"train.resume={name}")
+
+
+def test_a_folder_of_checkpoints_may_have_anything(runs: Runs) -> None:
+    """Strangers are left alone, those with a checkpoint's name give way, and a history names only checkpoints."""
+    folders, elsewhere = runs.folder / "run" / "checkpoints", runs.folder / "elsewhere"
+    runs.train("run", "train.stop_at=2")
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    (folders / "step-4").symlink_to(elsewhere)
+    (folders / "step-6").touch()
+    (folders / "step-8").symlink_to(runs.folder / "nowhere")
+    for name in (".step-9", ".step-4.partial", ".step-x.partial", ".history.partial"):
+        (folders / name).touch()
+    (folders / ".step-5.partial").symlink_to(elsewhere)
+    (folders / "history").write_text("..\n.\n../..\nstep-2\n/\n" + f"{folders}/../checkpoints\nstep-2/..\n\0\n")
+    runs.train("run", "train.resume=latest", "train.stop_at=10", "train.checkpoint_every=2", "train.keep_last=2")
+    found = {path.name for path in folders.iterdir()}
+    assert found == {"step-8", "step-10", "history", ".step-9", ".step-x.partial"}
+    assert (elsewhere / "kept").exists() and (runs.folder / "text.txt").exists()
+    (folders / "history").unlink()
+    os.mkfifo(folders / "history")  # reading it would wait for ever
+    assert latest(runs.folder / "run") == folders / "step-10"
+    runs.train("run", "train.resume=latest", "train.stop_at=12")
+    assert latest(runs.folder / "run") == folders / "step-12"
+
+
+def test_a_checkpoint_that_another_run_resumes_from_is_not_removed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, folders = StandIn.load, runs.folder / "run" / "checkpoints"
+
+    def slowly(self: StandIn, folder: Path) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(StandIn, "load", load)
+            runs.train("run", "train.resume=latest", "train.stop_at=6", "train.keep_last=1")
+        load(self, folder)
+
+    runs.train("run", "train.stop_at=4")
+    with monkeypatch.context() as patch:
+        patch.setattr(StandIn, "load", slowly)
+        runs.train("other", f"train.resume={folders}/step-4", "train.stop_at=5")
+    assert [step for step, _ in runs.optimizers[-1].records] == [5, 6]
+    assert sorted(path.name for path in folders.glob("step-*")) == ["step-4", "step-6"]
+    runs.train("run", "train.resume=latest", "train.stop_at=8", "train.keep_last=1")
+    assert sorted(path.name for path in folders.glob("step-*")) == ["step-8"]
+
+
+STATE_EDITS: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+    (lambda state: state.update(step=2.5), "step"),
+    (lambda state: state.update(step="4"), "step"),
+    (lambda state: state.update(step=-4), "step"),
+    (lambda state: state.update(random={}), "random"),
+    (lambda state: state.update(random="x"), "random"),
+    (lambda state: state["random"][0].update(torch="AAAA"), "random.*: .*no generator has this state"),
+    (lambda state: state["random"][0].update(torch="?"), "random"),
+    (lambda state: state["random"][0]["python"][1].pop(), "random.*: .*no generator has this state"),
+    (lambda state: state["recipe"].pop("model"), "recipe"),
+    (lambda state: state["recipe"].update(model=3), "recipe"),
+    (lambda state: state.update(versions=[1]), "versions"),
+]
+
+
+def test_a_checkpoint_that_somebody_has_edited_is_refused_before_anything_is_loaded(runs: Runs) -> None:
+    runs.train("run", "train.stop_at=4")
+    step, made = runs.folder / "run" / "checkpoints" / "step-4", len(runs.optimizers)
+    whole = (step / "trainer_state.json").read_text()
+
+    def edited(text: str) -> None:
+        (step / "trainer_state.json").write_text(text)
+        manifest.seal(step, manifest.files_in(step))
+
+    for edit, told in STATE_EDITS:
+        state = json.loads(whole)
+        edit(state)
+        edited(json.dumps(state))
+        with pytest.raises(ConfigError, match=f"is damaged: trainer_state.json: {told}"):
+            runs.train("run", "train.resume=latest")
+    assert len(runs.optimizers) == made
+    state = json.loads(whole)
+    edited(json.dumps({**state, "random": state["random"][0]}))  # as before there were several ranks
+    runs.train("run", "train.resume=latest", "train.stop_at=5")
 
 
 def test_impossible_resumes_are_one_sentence(runs: Runs) -> None:

@@ -135,6 +135,10 @@ def test_model_from_a_folder(tmp_path: Path) -> None:
     assert again.training
     for name, weight in first.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(first.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="No model can be loaded .* HyTrain reads no weights from a pickle"):
+        model.build(local, hf, CPU)
 
 
 @pytest.mark.parametrize(

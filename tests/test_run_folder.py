@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hytrain.errors import ConfigError
+from hytrain.kernels.build import cache_folder
 from workers import run_folder
 from workers.run_folder import (
     bring_back,
@@ -34,6 +36,32 @@ def test_a_folder_is_one_run_s_until_it_ends(tmp_path: Path) -> None:
     os.close(claim(tmp_path / "runs" / "other"))
     os.close(lock)
     os.close(claim(folder))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics-1.jsonl", "metrics-replaced.jsonl"])
+def test_records_go_into_files_of_the_folder(name: str, tmp_path: Path) -> None:
+    """Not through a link into another run's."""
+    makers = (Path.mkdir, os.mkfifo, lambda path: path.symlink_to(tmp_path / "other"))
+    for number, make in enumerate(makers):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make(folder / name)
+        with pytest.raises(ConfigError, match=f"{name} is not a file of this folder"):
+            claim(folder)
+    assert not (tmp_path / "other").exists()
+    (tmp_path / "metrics_of_mine.jsonl").symlink_to(tmp_path / "nowhere")
+    os.close(claim(tmp_path))
+
+
+def test_an_empty_home_is_that_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "HYTRAIN_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "")
+    own = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    assert default() == own / ".local/state/hytrain/runs" and cache_folder({}) == own / ".cache/hytrain"
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(ConfigError, match="set HOME, or HYTRAIN_RUN_DIR"):
+        default()
 
 
 def test_machines_of_one_job_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self._replaced = path.with_name(f"{path.stem}-replaced{path.suffix}")
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._end = os.fstat(self._file).st_size
         self._last: float | None = None  # the last line's step; None: not read yet
         self.missing = 0  # lines that could not be written, since the last one that could

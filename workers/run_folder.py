@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from hytrain.config import home
 from hytrain.errors import ConfigError
 
 LOCK: Final = ".lock"
@@ -25,6 +27,8 @@ LOCK: Final = ".lock"
 SETTLE_S: Final = 1.0
 #: The progress of a run that has not completed a step.
 NOTHING: Final = 0, frozenset[str]()
+#: The files of records, which are cut and appended to. A link may lead to another run's, or to anything.
+METRICS: Final = re.compile(r"metrics(-[0-9]+)?(-replaced)?\.jsonl")
 #: What a run writes into its folder, as patterns.
 CONTENTS: Final = (
     "recipe.yaml",
@@ -45,7 +49,7 @@ TAIL_BYTES: Final = 1 << 16
 
 def default() -> Path:
     """The folder that has the folders of the runs that were given none."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    state = Path(os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state")
     return state / "hytrain" / "runs"
 
 
@@ -140,6 +144,10 @@ def _lock(folder: Path, *, even_without_locks: bool = True) -> int | None:
         if not even_without_locks:
             os.close(descriptor)
             return None
+    for path in folder.iterdir():
+        if METRICS.fullmatch(path.name) and (path.is_symlink() or not path.is_file()):
+            os.close(descriptor)
+            raise ConfigError(f"{path} is not a file of this folder, so no records can be written: move it elsewhere")
     return descriptor
 
 

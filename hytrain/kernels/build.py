@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from hytrain.config import home
 from hytrain.errors import BackendUnavailable
 
 # No fast-math, no contraction: the order and rounding of all operations are part of the contract.
@@ -65,8 +66,10 @@ def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    caches = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(environ.get("HYTRAIN_CACHE") or Path(caches) / "hytrain")
+    if own := environ.get("HYTRAIN_CACHE"):
+        return Path(own)
+    caches = environ.get("XDG_CACHE_HOME") or home() / ".cache"
+    return Path(caches) / "hytrain"
 
 
 def _key(source: Path, compiler: tuple[str, ...]) -> str:

@@ -22,6 +22,7 @@ import socket
 import weakref
 from typing import Final
 
+from hytrain.folders import said
 from protocol.address import Address
 from protocol.codec import decode, encode
 from protocol.handles import ArenaLayout, TensorHandle, check_arena, check_handle
@@ -99,7 +100,10 @@ class SharedMemory:
         """Create and map memory of zeros. Raises `OSError` if there is no address space for it."""
         self.descriptor = os.memfd_create(f"hytrain-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self.descriptor, nbytes)
+            try:
+                os.ftruncate(self.descriptor, nbytes)
+            except OSError as error:  # a limit on files is one on memory that is shared, too
+                raise OSError(error.errno, said(error)) from None
             fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_AND_GROW)
             self.mapping = Mapping(self.descriptor, nbytes)
         except BaseException:

@@ -88,7 +88,7 @@ class ConsumedGradient(torch.Tensor):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(CONSUMED)
 
-    numpy = tolist = __array__ = __dlpack__ = _refuse
+    numpy = tolist = __array__ = __dlpack__ = __reduce_ex__ = _refuse
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"

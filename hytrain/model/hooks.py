@@ -6,19 +6,20 @@
     any other use of a parameter        ─▶ Watched, BeforeUse        ─▶ waits for this parameter
     its gradient                        ─▶ OnGradient                ─▶ consumes the gradient
 
-A hook holds a weak reference to its engine. In a copy (`copy.deepcopy`) or a saved model (`torch.save`), it does
-nothing. Before a model is saved, its hooks wait for all updates.
+A copy (`copy.deepcopy`) or a saved model (`torch.save`) does not have them: `_OursLeftOut` leaves them out of the
+dictionaries in which torch keeps hooks. In copies that are made otherwise, a hook does nothing: its reference to the
+engine is weak.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 import weakref
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 import torch
 from torch import nn
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T", bound="Reads | Backward | Engine")
+
+#: The attributes in which a module keeps its hooks.
+_KEPT_IN: Final = [name for name in vars(nn.Module()) if "_hooks" in name]
 
 
 class _Hook(Generic[T]):
@@ -179,15 +183,9 @@ class OnGradient(_Hook["Backward"]):
 
 
 class BeforeStateDict(_Hook["Engine"]):
-    """Also runs in `torch.save(model)`, which saves this hook too."""
-
     def __call__(self, *args: Any) -> None:
         if (engine := self.target) is not None:
             engine.synchronize()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        self()
-        return super().__reduce__()
 
 
 class BeforeLoadStateDict(_Hook["Engine"]):
@@ -198,29 +196,44 @@ class BeforeLoadStateDict(_Hook["Engine"]):
             engine.reads.forget_copies()
 
 
-class _GuardedCopy:
-    """Waits for all updates before `copy.deepcopy(model)`, which reads the weights before any hook could."""
+class _OursLeftOut:
+    """The `__reduce_ex__` of a dictionary of hooks: deep copies and pickles of it lack those in `ours`.
 
-    def __init__(self, engine: Engine, model: nn.Module) -> None:
-        self._engine, self._model = weakref.ref(engine), weakref.ref(model)
+    Those wait for the weights themselves, which are parameters that are watched.
+    """
 
-    def __call__(self, memo: dict[int, Any]) -> nn.Module:
-        model = self._model()
-        assert model is not None, "deepcopy holds the model"
-        if (engine := self._engine()) is not None:
-            engine.synchronize()
-        vars(model).pop("__deepcopy__")
-        try:
-            return copy.deepcopy(model, memo)
-        finally:
-            vars(model)["__deepcopy__"] = self
+    def __init__(self, hooks: OrderedDict[int, Any]) -> None:
+        self._hooks, self.ours = weakref.ref(hooks), set[int]()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _plain_deepcopy, ()
+    def __call__(self, protocol: Any) -> tuple[Any, ...]:
+        hooks = self._hooks()
+        assert hooks is not None, "who copies it holds it"
+        return OrderedDict, (), None, None, iter([item for item in hooks.items() if item[0] not in self.ours])
 
 
-def _plain_deepcopy() -> None:
-    """The placeholder for `_GuardedCopy` in a saved model."""
+def _leave_out(model: nn.Module, ours: set[int]) -> Callable[[], None]:
+    """Leave hooks, by the numbers of their handles, out of what is copied or saved of a model.
+
+    Returns the way back, which does not keep the model.
+    """
+    dictionaries = [hooks for module in model.modules() for hooks in _dictionaries(module) if ours & hooks.keys()]
+    for hooks in dictionaries:
+        vars(hooks).setdefault("__reduce_ex__", _OursLeftOut(hooks)).ours.update(ours & hooks.keys())
+    found = [weakref.ref(hooks) for hooks in dictionaries]
+
+    def undo() -> None:
+        for hooks in [hooks for reference in found if (hooks := reference()) is not None]:
+            left_out = vars(hooks)["__reduce_ex__"]
+            left_out.ours -= ours
+            if not left_out.ours:
+                del vars(hooks)["__reduce_ex__"]
+
+    return undo
+
+
+def _dictionaries(module: nn.Module) -> Iterable[OrderedDict[int, Any]]:
+    """Those in which torch keeps a module's hooks, and what it notes of them."""
+    return [vars(module)[name] for name in _KEPT_IN if isinstance(vars(module).get(name), OrderedDict)]
 
 
 def attach(
@@ -261,13 +274,10 @@ def attach(
     for module in model.modules():
         hang(module.register_state_dict_pre_hook, BeforeStateDict(engine))
         hang(module.register_load_state_dict_pre_hook, BeforeLoadStateDict(engine))
-    holders = [module for module in model.modules() if next(module.parameters(), None) is not None]
-    for module in holders:
-        vars(module)["__deepcopy__"] = _GuardedCopy(engine, module)
+    undo = _leave_out(model, {handle.id for handle in handles if isinstance(handle, RemovableHandle)})
 
     def detach() -> None:
-        for module in holders:
-            vars(module).pop("__deepcopy__", None)
+        undo()
         for hook in hooks:
             hook.release()
         for handle in handles:

@@ -21,7 +21,10 @@ def adapt(model: Any, lora: config.Lora, checkpoint: Path | None) -> Any:
     """
     with needed("lora", "hytrain[lora]"):
         from peft import LoraConfig, PeftModel, get_peft_model
+        from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
+    if checkpoint is not None and not (checkpoint / SAFETENSORS_WEIGHTS_NAME).is_file():
+        raise ConfigError(f"{checkpoint} has no {SAFETENSORS_WEIGHTS_NAME}: HyTrain reads no adapters from a pickle")
     targets = lora.target_modules
     wanted = LoraConfig(
         task_type="CAUSAL_LM",

@@ -21,16 +21,18 @@ import functools
 import json
 import logging
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -42,6 +44,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hytrain import manifest, tensor_file
 from hytrain.errors import ConfigError, SavingError
+from hytrain.folders import locked, read
 from hytrain.memory.capacity import gpu_memory
 from hytrain.memory.loan import borrow
 from hytrain.recipe.config import Recipe, Train
@@ -54,10 +57,11 @@ from hytrain.run.ranks import Ranks
 from hytrain.saver import Saver
 
 OPTIMIZER_FOLDER = "optimizer"
+#: A checkpoint that is being written.
+PARTIAL = re.compile(rf"\.{STEP.pattern}\.partial")
 WEIGHTS = "model{suffix}.safetensors"
 MAX_FILE_BYTES = 2 * 10**9
-#: The keys of `STATE_FILE`, in which the model's part of the recipe has `COMPARED`.
-KEYS = ("step", "random", "recipe")
+#: In the model's part of the recipe.
 COMPARED = ("config", "dtype")
 
 _log = logging.getLogger(__name__)
@@ -88,16 +92,16 @@ def save(
         opt.synchronize()
         write_weights = export(model, partial, job, behind=True)
         optimizer = opt.async_save(partial / OPTIMIZER_FOLDER)
-        randoms = job.ranks.gather(_random_state())
+        randoms = [_Random.model_validate_json(one) for one in job.ranks.gather(_Random.now().model_dump_json())]
         before = [folder for folder in history(run_dir) if folder != final]
-        state = {
-            "step": step,
-            "random": randoms,
-            "recipe": recipe.model_dump(mode="json"),
-            "run": run_dir.resolve().name,
-            "parent": _lines(run_dir, before)[-1] if before else None,
-            "versions": versions(),
-        }
+        state = _State(
+            step=step,
+            random=randoms,
+            recipe=recipe.model_dump(mode="json"),
+            run=run_dir.resolve().name,
+            parent=_lines(run_dir, before)[-1] if before else None,
+            versions=versions(),
+        )
         try:
             job.decided(lambda: _write_rest(partial, tokenizer, state))
         except SavingError:
@@ -241,16 +245,25 @@ def _writing(folder: Path) -> AbstractContextManager[None]:
 
 def _make_room(partial: Path) -> None:
     with _writing(partial):
-        for left in partial.parent.glob(".step-*"):  # by a process that was killed
-            shutil.rmtree(left)
+        for left in [*partial.parent.glob(".step-*")]:  # by a process that was killed
+            if PARTIAL.fullmatch(left.name):
+                _remove(left)
         partial.mkdir(parents=True)
 
 
-def _write_rest(partial: Path, tokenizer: TextTokenizer | None, state: dict[str, Any]) -> None:
+def _remove(path: Path) -> None:
+    """Whatever it is: of a link, what it leads to stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _write_rest(partial: Path, tokenizer: TextTokenizer | None, state: _State) -> None:
     with manifest.writing(partial, Exception):  # tokenizers have no exception of their own
         if tokenizer is not None:
             tokenizer.save(partial)
-        (partial / STATE_FILE).write_text(json.dumps(state))
+        (partial / STATE_FILE).write_text(json.dumps(state.model_dump(mode="json")))
 
 
 def _publish(
@@ -262,16 +275,17 @@ def _publish(
     with _writing(final):
         manifest.seal(partial, manifest.files_in(partial))
         before = [folder for folder in history(run_dir) if folder != final]
-        if final.exists():  # abandoned, so nobody's latest
-            shutil.rmtree(final)
+        _remove(final)  # abandoned, so nobody's latest
         _note(run_dir, [*before, final])  # first: a history may name what is not there, but must not lack what is
         partial.rename(final)
         manifest.sync(final.parent)
-    own = [folder for folder in [*before, final] if folder.parent == final.parent]
+    own = [folder for folder in [*before, final] if folder.parent == final.parent and STEP.fullmatch(folder.name)]
     for folder in own[: -(plan.keep_last or len(own))]:
-        match = STEP.fullmatch(folder.name)
-        if plan.keep_every is None or match is None or int(match[1]) % plan.keep_every:
-            shutil.rmtree(folder, ignore_errors=True)
+        step = int(folder.name.partition("-")[2])
+        if plan.keep_every is None or step % plan.keep_every:
+            with suppress(OSError), locked(folder, wait=False) as is_locked:
+                if is_locked:  # or else a run resumes from it; then it goes with the next one
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def begin(run_dir: Path, resumed: Path | None) -> None:
@@ -310,7 +324,7 @@ def find(run_dir: Path, recipe: Recipe) -> Path | None:
     else:
         folder = resume
         _verify(folder)
-    saved, wanted = _read(folder)["recipe"], recipe.model_dump(mode="json")
+    saved, wanted = _read(folder).recipe, recipe.model_dump(mode="json")
     for key in COMPARED:
         if saved["model"][key] != wanted["model"][key]:
             raise ConfigError(f"The checkpoint {folder} was made with another model.{key}; resume with the same.")
@@ -351,17 +365,17 @@ def restore(folder: Path, opt: TrainingOptimizer, job: Job) -> int:
     If the checkpoint is of another number of ranks, the generators begin anew.
     """
     state = _read(folder)
-    then, now = state.get("versions", {}), versions()
+    then, now = state.versions, versions()
     if others := [f"{name} {then[name]}" for name in then.keys() & now.keys() if then[name] != now[name]]:
         _log.warning("%s was saved with %s: the bits may differ from here on", folder.name, ", ".join(sorted(others)))
-    opt.load(folder / OPTIMIZER_FOLDER)
-    random, step = state["random"], int(state["step"])
-    randoms = random if isinstance(random, list) else [random]  # as saved before there were several ranks
+    with locked(folder, shared=True):  # the run that has saved it may go on, and removes its oldest
+        opt.load(folder / OPTIMIZER_FOLDER)
+    randoms = state.random if isinstance(state.random, list) else [state.random]
     if len(randoms) == job.ranks.world:
-        _set_random_state(randoms[job.ranks.rank])
+        randoms[job.ranks.rank].set()
     else:
-        torch.manual_seed(job.seed(state["recipe"]["run"]["seed"], step))
-    return step
+        torch.manual_seed(job.seed(state.recipe["run"]["seed"], state.step))
+    return state.step
 
 
 def _note(run_dir: Path, folders: list[Path]) -> None:
@@ -376,34 +390,75 @@ def _lines(run_dir: Path, folders: list[Path]) -> list[str]:
     return [folder.name if folder.parent == own else str(folder) for folder in folders]
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    file = folder / STATE_FILE
+class _Random(BaseModel):
+    """The random generators of a rank. They are tried out as they are read, so that `set` does not fail."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    python: tuple[int, list[int], float | None]
+    torch: str
+    cuda: str | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        try:
+            random.Random().setstate(self._of_python)
+            torch.Generator().set_state(_decoded(self.torch))
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"no generator has this state: {error}") from None
+        return self
+
+    @classmethod
+    def now(cls) -> Self:
+        version, words, gauss = random.getstate()
+        cuda = _encoded(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None
+        return cls(python=(version, list(words), gauss), torch=_encoded(torch.get_rng_state()), cuda=cuda)
+
+    def set(self) -> None:
+        random.setstate(self._of_python)
+        torch.set_rng_state(_decoded(self.torch))
+        if self.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_decoded(self.cuda))
+
+    @property
+    def _of_python(self) -> tuple[Any, ...]:
+        version, words, gauss = self.python
+        return version, tuple(words), gauss
+
+
+class _State(BaseModel):
+    """The content of `STATE_FILE`. `random` is of each rank; before there were several, it was that of one."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    step: int = Field(ge=0)
+    random: list[_Random] | _Random
+    recipe: dict[str, Any]
+    run: str | None = None
+    parent: str | None = None
+    versions: dict[str, str] = {}
+
+    @field_validator("recipe")
+    @classmethod
+    def _has_what_is_compared(cls, recipe: dict[str, Any]) -> dict[str, Any]:
+        model, run = recipe.get("model"), recipe.get("run")
+        if not isinstance(model, dict) or not {*COMPARED} <= model.keys():
+            raise ValueError(f"it has no model with {' and '.join(COMPARED)}")
+        if not isinstance(run, dict) or not isinstance(run.get("seed"), int):
+            raise ValueError("it has no run with a seed")
+        return recipe
+
+
+def _read(folder: Path) -> _State:
+    why: object
     try:
-        state = json.loads(file.read_text())
-        model = [state[key] for key in KEYS][-1]["model"]
-        for key in COMPARED:
-            model[key]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(
-            f"The checkpoint {folder} is damaged: {STATE_FILE}: {error!r}; resume from another."
-        ) from None
-    return dict(state)
-
-
-def _random_state() -> dict[str, Any]:
-    version, words, gauss = random.getstate()
-    state = {"python": [version, list(words), gauss], "torch": _encoded(torch.get_rng_state())}
-    if torch.cuda.is_available():
-        state["cuda"] = _encoded(torch.cuda.get_rng_state())
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    torch.set_rng_state(_decoded(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_decoded(state["cuda"]))
+        return _State.model_validate_json(read(folder / STATE_FILE))
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    except OSError as error:
+        why = error.strerror
+    raise ConfigError(f"The checkpoint {folder} is damaged: {STATE_FILE}: {why}; resume from another.")
 
 
 def _encoded(state: Tensor) -> str:

@@ -146,9 +146,14 @@ def _recorded(model: config.Model, hf: Any, device: torch.device, sequence_lengt
 def _loaded(model: config.Model, hf: Any) -> Any:
     try:
         dtype = getattr(torch, model.dtype)
-        return _AUTO_MODEL.from_pretrained(model.path, config=hf, dtype=dtype, local_files_only=True)
+        # Other files of weights are pickles.
+        return _AUTO_MODEL.from_pretrained(
+            model.path, config=hf, dtype=dtype, local_files_only=True, use_safetensors=True
+        )
     except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).splitlines()[0]
+        if any(model.path.glob("pytorch_model*.bin")):  # type: ignore[union-attr]
+            reason += " HyTrain reads no weights from a pickle: convert them, for example with save_pretrained."
         raise ConfigError(f"No model can be loaded from {model.path}: {reason}") from None
 
 

@@ -8,9 +8,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Final
+
+from hytrain.folders import read
 
 STATE_FILE: Final = "trainer_state.json"
 HISTORY: Final = "history"
@@ -18,7 +21,7 @@ HISTORY: Final = "history"
 #: checkpoint; training has come to its end, whatever the ranks were told meanwhile.
 BEGUN: Final = "begun"
 FINISHED: Final = "finished"
-STEP: Final = re.compile(r"step-(\d+)")
+STEP: Final = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 def folder_of(run_dir: Path) -> Path:
@@ -29,11 +32,17 @@ def history(run_dir: Path) -> list[Path]:
     """The folders of this run's history that exist, the newest last; without a record, all by their steps."""
     own = folder_of(run_dir)
     try:
-        folders = [own / line for line in (own / HISTORY).read_text().splitlines()]
-    except FileNotFoundError:
+        lines = read(own / HISTORY).decode(errors="replace").splitlines()
+        folders = [own / line for line in lines if STEP.fullmatch(line) or _is_elsewhere(line)]
+    except OSError:
         steps = {int(match[1]): path for path in own.glob("step-*") if (match := STEP.fullmatch(path.name))}
         folders = [steps[step] for step in sorted(steps)]
     return [folder for folder in folders if folder.is_dir()]
+
+
+def _is_elsewhere(line: str) -> bool:
+    """Whether a line of the history names the checkpoint of another run, from which this one was resumed."""
+    return os.path.isabs(line) and os.path.normpath(line) == line
 
 
 def latest(run_dir: Path) -> Path | None:

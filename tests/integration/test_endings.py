@@ -129,7 +129,7 @@ def results(run_dir: Path, steps: int) -> dict[str, Any]:
     last = run_dir / "checkpoints" / f"step-{steps}"
     files = [last / "model.safetensors", *last.glob("optimizer/**/*.safetensors")]
     assert len(files) > 1
-    tensors = {f"{file.relative_to(last)} {name}": bits(one) for file in files for name, one in load_file(file).items()}
+    tensors = {f"{file.name} {name}": bits(one) for file in files for name, one in load_file(file).items()}
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == list(range(1, steps + 1))
     numbers = {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}

@@ -7,10 +7,14 @@ what torch's optimizer would have it read (I1).
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
+import dill
 import pytest
 import torch
 import torch._dynamo.testing
@@ -34,6 +38,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
+from hytrain.errors import UsageError
 from hytrain.recipe.loss import in_chunks
 
 
@@ -135,13 +140,94 @@ def test_a_copy_trains_freely(copied: Callable[[nn.Module], nn.Module]) -> None:
         train(model, opt, range(8), square_loss)
         twin = copied(model)
         assert differing(weights(twin), weights(expected)) == []
-        assert "__deepcopy__" not in vars(twin) or copied is not copy.deepcopy
+        assert vars(twin).keys() == vars(expected).keys()
         train(model, opt, range(8, 14), square_loss)
         assert differing(trained_alone(twin), plain) == []
         train(model, opt, range(14, 20), square_loss)
         assert all(parameter.grad is None for parameter in twin.parameters())
     assert differing(weights(model), weights(reference())) == []
     assert differing(weights(copy.deepcopy(twin)), plain) == []
+
+
+def is_ordered(value: object) -> bool:
+    return isinstance(value, OrderedDict)
+
+
+class Own(nn.Module):
+    """With ways of its own to be copied and saved, and a hook, a part without parameters and a reference to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.drop, self.cache = nn.Linear(32, 32), nn.Dropout(0.0), Tensor()
+        self.itself = [self]
+        self.linear.register_forward_hook(noted)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "cache": None}
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.linear(x))
+        return y
+
+
+def noted(module: nn.Module, args: Any, output: Tensor) -> None:
+    """A hook of the user's."""
+
+
+def as_torch_saves(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("make", [perceptron, Own])
+@pytest.mark.parametrize("way", [as_torch_saves, pickle.dumps, cloudpickle.dumps, dill.dumps])
+def test_a_saved_model_is_what_it_is_without_hytrain(
+    way: Callable[[object], bytes], make: Callable[[], nn.Module]
+) -> None:
+    """It names nothing of HyTrain's, so it loads where that is not installed; also of a part, and of a shallow copy."""
+    plain, model = make(), make()
+    with adamw(model, k=0.3) as opt:
+        train(model, opt, range(2), square_loss)
+        shallow = copy.copy(model)
+        shallow.extra = 5  # type: ignore[assignment]
+        for whole, expected in ((model, plain), (shallow, plain), (list(model.children()), list(plain.children()))):
+            saved = way(whole)
+            assert b"hytrain" not in saved
+            if way is as_torch_saves:
+                unsafe = torch.serialization.get_unsafe_globals_in_checkpoint
+                assert sorted(unsafe(io.BytesIO(saved))) == sorted(unsafe(io.BytesIO(way(expected))))
+            else:
+                loaded = pickle.loads(saved)
+                assert loaded is not whole and getattr(loaded, "extra", 5) == 5
+        with torch.serialization.safe_globals([*{type(module) for module in plain.modules()}, noted, type(plain)]):
+            loaded = torch.load(io.BytesIO(as_torch_saves(model)), weights_only=True)
+        assert differing(weights(loaded), weights(model)) == []
+        hooks = [list(module._forward_hooks.values()) for module in loaded.modules()]
+        assert hooks == [list(module._forward_hooks.values()) for module in plain.modules()]
+        train(model, opt, range(2, 4), square_loss)  # the model still has them
+    assert b"hytrain" not in way(model)
+
+
+def test_a_program_that_is_exported_while_training_names_nothing_of_hytrain() -> None:
+    model, buffer = perceptron(), io.BytesIO()
+    with adamw(model, k=0.3) as opt:
+        train(model, opt, range(2), square_loss)
+        torch.export.save(torch.export.export(model, (vectors(0),)), buffer)
+        assert b"hytrain" not in buffer.getvalue()
+        found = torch.export.load(io.BytesIO(buffer.getvalue())).module()(vectors(0))
+        assert torch.equal(found, model(vectors(0)))
+
+
+def test_a_consumed_gradient_is_neither_copied_nor_saved() -> None:
+    model = perceptron()
+    with adamw(model) as opt:
+        square_loss(model, 0).backward()
+        for read in (pickle.dumps, as_torch_saves, copy.deepcopy, cloudpickle.dumps):
+            with pytest.raises(UsageError, match="already consumed"):
+                read(next(model.parameters()).grad)
+        opt.step()
 
 
 # ---------------------------------------------------------------- writing
@@ -300,7 +386,8 @@ def test_a_module_of_an_ended_optimizer_is_an_ordinary_one() -> None:
         assert {type(p) for other in (copied, saved) for p in other.parameters()} == {nn.Parameter}
         assert torch.equal(copied[0][0].weight, saved[0][0].weight)
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-    assert shallow.weight is block.weight and "__deepcopy__" not in vars(model)
+    assert shallow.weight is block.weight and vars(model).keys() == vars(perceptron()).keys()
+    assert not any(vars(value) for module in model.modules() for value in vars(module).values() if is_ordered(value))
     assert not any(module._forward_pre_hooks or module._state_dict_pre_hooks for module in model.modules())
     assert differing(trained_alone(model), trained_alone(reference(range(8)))) == []
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 import json
 import os
 import pickle
+import random
 import re
 import resource
 import shutil
@@ -15,9 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -40,9 +44,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 import hytrain
-from hytrain import manifest, tensor_file
+from hytrain import manifest, state_folder, tensor_file
 from hytrain.errors import ConfigError, SavingError, UsageError
 from hytrain.memory.capacity import GpuMemory, Room, gpu_memory
+from hytrain.run.ranks import Ranks
+from hytrain.shard_writer import SAVE
+from tests.soak import folders
 
 
 def schedule(opt: torch.optim.Optimizer, last_step: int = -1) -> LambdaLR:
@@ -241,11 +248,17 @@ def cut_in_half(file: Path) -> None:
 
 def seal_again(folder: Path) -> None:
     """As if the files were saved like that."""
-    manifest.seal(folder, sorted(folder.glob("state-?/*")))
+    manifest.seal(folder, sorted(folder.glob("state-*/[!.]*")))
+
+
+def saved_in(folder: Path) -> Path:
+    """Where the files of the one save are."""
+    [found] = folder.glob("state-*")
+    return found
 
 
 def make_flat(file: Path) -> None:
-    save_file({name: tensor.flatten() for name, tensor in load_file(file).items()}, file)
+    save_file({name: tensor.flatten() for name, tensor in load_file(file).items()}, file, {SAVE: file.parent.name})
     seal_again(file.parent.parent)
 
 
@@ -257,20 +270,46 @@ def drop_a_key(file: Path) -> None:
 
 
 def take_that_of_another_step(file: Path) -> None:
-    file.write_bytes((file.parents[2] / "later" / "state-a" / file.name).read_bytes())
+    file.write_bytes((saved_in(file.parents[2] / "later") / file.name).read_bytes())
+
+
+def take_and_seal_that_of_another_step(file: Path) -> None:
+    take_that_of_another_step(file)
+    seal_again(file.parent.parent)
+
+
+def make_a_pipe(file: Path) -> None:
+    """Reading it would wait for ever."""
+    file.unlink()
+    os.mkfifo(file)
+
+
+def put_a_pipe_beside(file: Path) -> None:
+    os.mkfifo(file.with_name("shard-00001-model-00009-of-00009.safetensors"))
+
+
+def name_one_outside(file: Path) -> None:
+    """With the right checksum."""
+    shutil.copy(saved_in(file.parent) / "index.json", file.parents[1] / "index.json")
+    file.write_text(file.read_text().replace(f"{saved_in(file.parent).name}/index.json", "../index.json"))
 
 
 #: A file, what happens to it, and what the error names.
-LAYER = "state-a/shard-00001-model-00003-of-00004.safetensors"
+LAYER = "shard-00001-model-00003-of-00004.safetensors"
 DAMAGES: list[tuple[str, Callable[[Path], None], str]] = [
     (LAYER, Path.unlink, LAYER),
     (LAYER, cut_in_half, LAYER),
     (LAYER, make_flat, "2.0.weight"),
     (LAYER, flip_a_bit, LAYER),
     (LAYER, take_that_of_another_step, LAYER),
-    ("state-a/index.json", flip_a_bit, "index.json"),
-    ("state-a/index.json", drop_a_key, "index.json"),
+    (LAYER, take_and_seal_that_of_another_step, LAYER),
+    (LAYER, make_a_pipe, LAYER),
+    (LAYER, put_a_pipe_beside, "model-00009"),
+    ("index.json", flip_a_bit, "index.json"),
+    ("index.json", drop_a_key, "index.json"),
     ("SHA256SUMS", Path.unlink, "SHA256SUMS"),
+    ("SHA256SUMS", make_a_pipe, "SHA256SUMS"),
+    ("SHA256SUMS", name_one_outside, "SHA256SUMS is damaged"),
     ("SHA256SUMS", cut_in_half, "SHA256SUMS"),
 ]
 
@@ -281,6 +320,7 @@ def test_a_damaged_folder_is_named_and_changes_nothing(tmp_path: Path) -> None:
         train(model, opt, range(2), square_loss)
         opt.save(folder)
         (folder / "model.pt").touch()  # of the user: it neither is checked nor goes away
+        (saved_in(folder) / "._shard.safetensors").write_text("of another system")  # which is not read
         shutil.copytree(folder, tmp_path / "whole")
         train(model, opt, range(2, 4), square_loss)
         opt.save(tmp_path / "later")
@@ -288,12 +328,144 @@ def test_a_damaged_folder_is_named_and_changes_nothing(tmp_path: Path) -> None:
         for name, damage, told in DAMAGES:
             shutil.rmtree(folder)
             shutil.copytree(tmp_path / "whole", folder)
-            damage(folder / name)
-            with pytest.raises(ConfigError, match="optimizer state|opt.save writes|another shape") as refused:
+            damage((folder if name == "SHA256SUMS" else saved_in(folder)) / name)
+            with pytest.raises(ConfigError, match="optimizer state|opt.save writes|another shape|same save") as refused:
                 opt.load(folder)
             assert told in str(refused.value), (name, damage)
             assert differing(state(opt), before) == []
         train(model, opt, range(4, 6), square_loss)
+
+
+Edit = Callable[[dict[str, Any]], object]
+#: What somebody may have made of `index.json`, and what the error names.
+EDITS: list[tuple[Edit, str]] = [
+    (lambda index: index["param_groups"][0].update(lr=float("nan")), "lr is nan: a number"),
+    (lambda index: index["param_groups"][0].update(lr=float("inf")), "lr is inf: a number"),
+    (lambda index: index["param_groups"][0].update(lr="0.1"), "lr is '0.1': a number"),
+    (lambda index: index["param_groups"][0].update(lr=10**400), "a number"),
+    (lambda index: index["param_groups"][0].update(lr=True), "lr is True: a number"),
+    (lambda index: index["param_groups"][0].update(lr=None), "lr is None: a number"),
+    (lambda index: index["param_groups"][0].update(eps=-1e-8), "must not be negative"),
+    (lambda index: index["param_groups"][0].update(maximize="False"), "maximize is 'False': True or False"),
+    (lambda index: index["param_groups"][0].update(maximize=0), "maximize is 0: True or False"),
+    (lambda index: index["param_groups"][0].update(betas=[0.9, 0.99, 0.999]), "two numbers"),
+    (lambda index: index["param_groups"][0].update(betas=[0.9, 1.5]), "betas lie in"),
+    (lambda index: index["param_groups"][0].update(betas=["0.9", 0.99]), "a number"),
+    (lambda index: index["param_groups"][0].update(betas=0.9), "two numbers"),
+    (lambda index: index["param_groups"][0].update(initial_lr="0.1"), "initial_lr is '0.1': a number"),
+    (lambda index: index["param_groups"][0].update(amsgrad=True), "amsgrad"),
+    (lambda index: index["param_groups"][0].pop("weight_decay"), "it has no 'weight_decay'"),
+    (lambda index: index["param_groups"].append(index["param_groups"][0]), "has 2 parameter groups"),
+    (lambda index: index.update(param_groups={}), "param_groups"),
+    (lambda index: index.update(param_groups=["adamw"]), "param_groups.0"),
+    (lambda index: index.update(step_of=dict.fromkeys(index["step_of"], 2.5)), "step_of"),
+    (lambda index: index.update(step_of=dict.fromkeys(index["step_of"], "2")), "step_of"),
+    (lambda index: index.update(step_of=dict.fromkeys(index["step_of"], -2)), "step_of"),
+    (lambda index: index.update(step_of=dict.fromkeys(index["step_of"], True)), "step_of"),
+    (lambda index: index.update(step_of=[*index["step_of"]]), "step_of"),
+    (lambda index: index.update(resting=None), "resting"),
+    (lambda index: index.update(resting={"0.0.weight": 2.0}), "resting"),
+    (lambda index: index.update(steps="2"), "steps"),
+    (lambda index: index.update(steps=10**300), "steps"),
+    (lambda index: index.update(steps=float("inf")), "steps"),
+    (lambda index: index.update(loss_scale=65536.0), "loss_scale"),
+    (lambda index: index.update(loss_scale={"scale": float("nan"), "good_steps": 1}), "loss_scale.scale"),
+    (lambda index: index.update(loss_scale={"scale": 1e300, "good_steps": 1}), "loss_scale.scale"),
+    (lambda index: index.update(loss_scale={"scale": 8.0}), "loss_scale.good_steps"),
+    (lambda index: index.update(algorithm=1), "algorithm"),
+    (lambda index: index.update(algorithm="Adam"), "hytrain.Adam's"),
+    (lambda index: index.update(format="3"), "another version"),
+    (lambda index: index.update(format=4), "another version"),
+    (lambda index: index.update(state_dtype="int4"), "state_dtype"),
+    (lambda index: index.update(master_dtype=None), "master_dtype"),
+    (lambda index: index.update(speed=1), "speed"),
+    (lambda index: index.update(save="state-0123456789abcdef"), "not of the same save"),
+    (lambda index: index.clear(), "format"),
+]
+
+
+def test_an_index_that_somebody_has_edited_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    model, folder = perceptron(), tmp_path / "saved"
+    with adamw(model, loss_scale="dynamic") as opt:
+        opt.save(folder)
+        path, before = saved_in(folder) / "index.json", (state(opt), opt.param_groups[0].copy(), float(opt.loss_scale))
+        whole = json.loads(path.read_text())
+        for edit, told in EDITS:
+            index = copy.deepcopy(whole)
+            edit(index)
+            path.write_text(json.dumps(index))
+            seal_again(folder)
+            with pytest.raises(ConfigError) as refused:
+                opt.load(folder)
+            assert told in str(refused.value), (told, str(refused.value))
+        for text in ("", "[" * 100_000, "{", "[]", "null", '"lr"'):
+            path.write_text(text)
+            seal_again(folder)
+            with pytest.raises(ConfigError, match="not what opt.save writes"):
+                opt.load(folder)
+        assert differing(state(opt), before[0]) == []
+        assert (opt.param_groups[0], float(opt.loss_scale)) == before[1:]
+        path.write_text(json.dumps(whole))
+        seal_again(folder)
+        opt.load(folder)
+
+
+# ---------------------------------------------------------------- several processes, one folder
+
+
+def filled(opt: hytrain.AdamW, number: int) -> hytrain.AdamW:
+    folders.fill(opt, number)
+    return opt
+
+
+def begun(opt: hytrain.AdamW, folder: Path, number: int) -> Callable[[], None]:
+    """A save whose files are written. What is returned makes it the current one."""
+    return partial(state_folder.save(folder, *filled(opt, number)._saved, steps=number), Ranks())
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_saves_at_once_leave_the_one_that_was_reported_last(order: tuple[int, int], tmp_path: Path) -> None:
+    """Neither a mixture nor nothing; and what a third process, which was killed, has left goes away."""
+    with adamw(perceptron(), k=0.5) as opt:
+        begun(opt, tmp_path, 7)()
+        begun(opt, tmp_path, 8)  # and never finished
+        finishes = [begun(opt, tmp_path, number) for number in (1, 2)]
+        for which in order:
+            finishes[which]()
+            opt.load(tmp_path)
+            assert folders.numbers(opt) == {which + 1.0}
+        saved_in(tmp_path)
+
+
+def test_a_load_while_others_save_is_of_one_state(tmp_path: Path) -> None:
+    """What it reads is removed by the first save after it."""
+    with adamw(perceptron(), k=0.0) as opt, adamw(perceptron(), k=0.0) as other:
+        begun(opt, tmp_path, 1)()
+        when_checked = opt._import_for_loading
+
+        def overtaken() -> None:
+            when_checked()
+            for number in (2, 3):
+                begun(other, tmp_path, number)()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(opt, "_import_for_loading", overtaken)
+            opt.load(tmp_path)
+        assert folders.numbers(opt) == {1.0}
+        opt.load(tmp_path)
+        assert folders.numbers(opt) == {3.0}
+        begun(other, tmp_path, 4)()
+        saved_in(tmp_path)
+
+
+def test_savers_loaders_and_killers_over_shared_folders(tmp_path: Path) -> None:
+    """The short form of `python -m tests.soak.folders`."""
+    with ExitStack() as opened:
+        opts = [opened.enter_context(adamw(perceptron(), k=0.0)) for _ in range(3)]
+        soak = folders.Soak(tmp_path, [folders.Actor(opt) for opt in opts], random.Random(1))
+        soak.run(turns=200, seconds=DEADLINE_S)
+    assert soak.wrong == []
+    assert all(soak.counts[what] for what in ("save, done", "load, done", "save, killed", "load, killed")), soak.counts
 
 
 class Killed(BaseException):
@@ -352,15 +524,20 @@ def full_disk(most_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
-def test_a_save_that_cannot_be_written_goes_and_the_old_state_stays(tmp_path: Path) -> None:
+def test_a_save_that_cannot_be_written_goes_and_the_old_state_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, model = tmp_path / "state", perceptron()
     with adamw(model, k=0.0) as opt:
         train(model, opt, range(2), square_loss)
         opt.save(folder)
         before, files = state(opt), {path.name for path in folder.iterdir()}
         train(model, opt, range(2, 4), square_loss)
-        with full_disk(5_000), pytest.raises(SavingError, match="state could not be written: File too large"):
-            opt.save(folder)
+        for error, told in ((OSError(errno.ENOSPC, "No space left on device"), "make room"), (None, r"5,000 .*ulimit")):
+            with full_disk(5_000), monkeypatch.context() as patch, pytest.raises(SavingError, match=told):
+                if error is not None:
+                    patch.setattr(tensor_file, "write", Mock(side_effect=error))
+                opt.save(folder)
         assert {path.name for path in folder.iterdir()} == files
         train(model, opt, range(4, 6), square_loss)
         opt.load(folder)
@@ -445,9 +622,20 @@ opt.async_save(sys.argv[1])
 """
 
 
+AT_EXIT = LAST.replace("opt.async_save(sys.argv[1])", "atexit.register(opt.{}, sys.argv[1])").replace(
+    "import", "import atexit,", 1
+)
+
+
 @pytest.mark.usefixtures("own_run")
-def test_a_save_is_finished_though_the_program_ends(tmp_path: Path) -> None:
-    ran = subprocess.run([sys.executable, "-c", LAST, tmp_path / "state"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(
+    "script", [LAST, AT_EXIT.format("save"), AT_EXIT.format("async_save")], ids=["ends", "save", "async_save"]
+)
+def test_a_save_is_finished_though_the_program_ends(script: str, tmp_path: Path) -> None:
+    """Also one that begins at exit, when no thread can start."""
+    ran = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "state"], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0 and ran.stderr == ""
     with adamw(nn.Linear(8, 8)) as opt:
         opt.load(tmp_path / "state")

@@ -354,7 +354,7 @@ def try_all(folder: Path) -> list[tuple[type, str]]:
             if rank == 0:
                 shutil.rmtree(folder / "damaged", ignore_errors=True)
                 shutil.copytree(folder / "whole", folder / "damaged")
-                damage(folder / "damaged" / "state-a")
+                damage(*(folder / "damaged").glob("state-*"))
             dist.barrier()
             errors.append(said(lambda: opt.load(folder / "damaged")))
         errors.append(said(lambda: opt.load(folder / ("whole", "nothing")[rank])))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,8 @@ CLUSTER: Final = ROOT / "bin" / "hytrain-cluster"
 LIMIT_S: Final = 180.0
 CHECKPOINT_EVERY: Final = 20
 STATE_FILE: Final = "trainer_state.json"
+#: The name of a save of the optimizer's state.
+SAVE: Final = re.compile("state-[0-9a-f]{16}")
 #: What differs by design in `STATE_FILE`: the run's name, whether it was resumed, and Python's own generator, which
 #: recipes neither seed nor use.
 OF_THE_RUN: Final = (
@@ -298,13 +301,15 @@ def differences(one: Path, other: Path) -> list[str]:
     """The files of two checkpoints that differ, except for what is named above.
 
     safetensors writes a file's metadata in any order, so its header is compared by content, its data by bytes. Of
-    SHA256SUMS, whose checksums differ with that, the names are compared.
+    SHA256SUMS, whose checksums differ with that, the names are compared. Each save has a name of its own.
     """
-    names = [{str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} for folder in (one, other)]
-    found = [f"{name} is in one of them only" for name in sorted(names[0] ^ names[1])]
-    return found + [
-        f"{name} differs" for name in sorted(names[0] & names[1]) if _content(one / name) != _content(other / name)
-    ]
+    ours, theirs = (
+        {SAVE.sub("state", str(path.relative_to(folder))): path for path in folder.rglob("*") if path.is_file()}
+        for folder in (one, other)
+    )
+    found = [f"{name} is in one of them only" for name in sorted(ours.keys() ^ theirs.keys())]
+    both = sorted(ours.keys() & theirs.keys())
+    return found + [f"{name} differs" for name in both if _content(ours[name]) != _content(theirs[name])]
 
 
 def _content(file: Path) -> Any:
@@ -315,12 +320,14 @@ def _content(file: Path) -> Any:
         case "tokenizer_config.json":
             return _without(json.loads(file.read_text()), OF_ITS_SOURCE)
         case "SHA256SUMS":
-            return sorted(line.split("  ")[1] for line in file.read_text().splitlines())
+            return sorted(SAVE.sub("state", line.split("  ")[1]) for line in file.read_text().splitlines())
+        case "index.json":
+            return SAVE.sub("state", file.read_text())
     data = file.read_bytes()
     if file.suffix != ".safetensors":
         return data
     size = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + size]), data[8 + size :]
+    return json.loads(SAVE.sub("state", data[8 : 8 + size].decode())), data[8 + size :]
 
 
 def _without(tree: Any, paths: tuple[tuple[str, ...], ...]) -> Any:
