@@ -11,7 +11,6 @@ others wait. `hooks` calls from autograd's threads, `link` from its own two thre
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from hytrain.errors import NonFiniteGradients, UsageError
+from hytrain.errors import NonFiniteGradients, UsageError, warn
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import scalars
 from hytrain.memory.clock import Stream
@@ -348,7 +347,7 @@ class Backward:
             return False
         if self._read_groups() != self._groups and not self._has_warned:
             self._has_warned = True
-            warnings.warn(_TOO_LATE, stacklevel=4)
+            warn(_TOO_LATE)
         if not self._overlap:  # no update has begun, so what was written since backward counts
             self._masters.import_written()
         with self._health.undivided("the update of layers"):
