@@ -229,7 +229,7 @@ def gather(known: TrainedParameter, plane: str) -> Tensor:
     parts = [
         float8.from_plane(part, plane) if part.dtype is torch.uint8 else part
         for layer, index in known.places
-        if (part := layer.state(plane)[index]) is not None
+        if (part := layer.part(plane, index)) is not None
     ]
     if not parts:  # other ranks have all of it
         return torch.empty_like(known.own, dtype=known.plane_dtypes[plane])
@@ -244,7 +244,7 @@ def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
     if value is not None:
         value = flat(laid_out(value.cpu(), known.own))
     for layer, index in known.places:
-        part, segment = layer.state(plane)[index], layer.segments[index]
+        part, segment = layer.part(plane, index), layer.segments[index]
         if part is None:
             continue
         if value is None and plane == "remainder":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,8 +39,7 @@ class _Elements(ctypes.Structure):  # update.cpp's Elements; ctypes keeps the lo
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("first", "before", "within"))
 
 
-@cache
-def _functions(*, fuses: bool) -> tuple[dict[tuple[str, ...], Any], ctypes.CDLL]:
+def _functions(*, fuses: bool) -> tuple[dict[tuple[str, str, str, str], Any], ctypes.CDLL]:
     """The updates by rule, dtypes of weights and gradients, and dtype of moments; and their library."""
     library = ctypes.CDLL(str(build(SOURCE, flags=FLAGS[fuses])))
     rules = [rule for rule in MOMENTS if rule not in ON_DEVICE]
@@ -59,7 +57,8 @@ class NativeBackend:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        _, library = _functions(fuses=True)
+        update, library = _functions(fuses=True)
+        self._updates = {True: update}
         self._touch = library.hytrain_touch
         self._touch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
         self._touch.restype = ctypes.c_int
@@ -86,8 +85,9 @@ class NativeBackend:
         to = planes if into is None else _Planes(into.weights, into.remainder, _Moments(*into.moments))
         which = _Elements(elements.first, *seeds(elements.key, scalars.step))
         pair = (weights_dtype, grads_dtype) if remainder or weights_dtype == "float32" else LONE
-        update, _ = _functions(fuses=elements.fuses)
-        function = update[(scalars.kernel, *pair, state_dtype)]
+        if elements.fuses not in self._updates:
+            self._updates[elements.fuses], _ = _functions(fuses=elements.fuses)
+        function = self._updates[elements.fuses][(scalars.kernel, *pair, state_dtype)]
         numels, others = (numel, elements.in_vectors(numel)), (ctypes.byref(rounded), ctypes.byref(which))
         function(ctypes.byref(planes), grads, ctypes.byref(to), *numels, *others, self.threads)
 

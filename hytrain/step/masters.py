@@ -193,7 +193,7 @@ class Masters:
         copies: list[Copy] = []
         for known in parameters:
             for layer, index in known.places:
-                segment, remainder = layer.segments[index], layer.state("remainder")[index]
+                segment, remainder = layer.segments[index], layer.part("remainder", index)
                 if remainder is not None:
                     (fit_remainder if keep_remainder else clear_remainder)(remainder, layer.values[index])
                 if layer.keeps_weights and layer.values[index] is segment.weights:

@@ -79,7 +79,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def of_width(model: nn.Module, step: int) -> torch.Tensor:
-    loss: torch.Tensor = model(vectors(step, WIDTH)).square().mean()
+    x = vectors(step, WIDTH, next(model.parameters()).dtype)
+    loss: torch.Tensor = model(x).float().square().mean()
     return loss
 
 

@@ -128,3 +128,26 @@ def test_half_of_the_layers_in_each_precision() -> None:
 
     with torch.autocast("cpu", torch.bfloat16):
         same_as_torch(lambda model, opt: train(model, opt, range(20), in_parts), mixed, k=0.4)
+
+
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.5, "max_grad_norm": 0.1}, {"policy": "random"}], ids=str)
+def test_hundreds_of_tiny_blocks(options: dict[str, Any]) -> None:
+    """They share layers, and none of their tensors fills torch's vectors."""
+
+    def run(model: nn.Module, opt: Any) -> Any:
+        losses = []
+        for step in range(4):
+            x = vectors(step, 3)
+            for block in model:  # not through the model
+                x = x + block(x)
+            x.square().mean().backward()
+            if not isinstance(opt, hytrain.AdamW) and "max_grad_norm" in options:
+                nn.utils.clip_grad_norm_(model.parameters(), options["max_grad_norm"])
+            opt.step()
+            opt.zero_grad()
+            losses.append(x.sum().item())
+        if isinstance(opt, hytrain.AdamW):
+            assert len(opt._session.layers) < 300
+        return losses
+
+    same_as_torch(run, lambda: perceptron(3, 600), **options)

@@ -555,7 +555,7 @@ def test_the_state_of_another_algorithm_is_refused() -> None:
         train(model, adam, range(2), square_loss)
         opt.load_state_dict(adam.state_dict())  # without decay the two are one
         assert differing(state(opt), state(adam)) == []
-        odd = adam.state_dict()
+        odd = saved_and_loaded(adam.state_dict())
         odd["state"][3]["step"] = torch.tensor(3.5)
         with pytest.raises(ConfigError, match=r"a step in the loaded state is 3\.5: whole numbers"):
             opt.load_state_dict(odd)
