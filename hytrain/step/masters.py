@@ -173,7 +173,8 @@ class Masters:
                     )
                 if (now.shape, now.stride()) != (own.shape, own.stride()):
                     raise UsageError(
-                        f"{known.name} has another shape or other strides now: set .data to a contiguous tensor"
+                        f"{known.name} has another shape or other strides now: set .data to a tensor laid out as "
+                        "before, and call model.to(memory_format=…) before hytrain.AdamW is made"
                     )
                 if present.count(address(now)) > 1:
                     raise UsageError(

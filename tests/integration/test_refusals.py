@@ -237,6 +237,12 @@ def parameter_taken_out_of_its_group(model: Any, opt: hytrain.AdamW) -> None:
     square_loss(model, 0).backward()
 
 
+def channels_last(model: Any, opt: hytrain.AdamW) -> None:
+    """What `model.to(memory_format=torch.channels_last)` does to a convolution, here to a matrix."""
+    model[0][0].weight.data = model[0][0].weight.data.t().contiguous().t()
+    square_loss(model, 0).backward()
+
+
 def a_group_too_many(model: Any, opt: hytrain.AdamW) -> None:
     opt.param_groups = [*opt.param_groups, {**opt.param_groups[0], "params": []}]
     square_loss(model, 0).backward()
@@ -287,6 +293,7 @@ PRACTICES: list[tuple[str, Practice, str]] = [
     ("moments edited", lambda model, opt: opt.state[model[0][0].weight]["exp_avg"].zero_(), r"opt\.state is empty"),
     ("parameter taken out of its group", parameter_taken_out_of_its_group, r"requires_grad_\(False\)"),
     ("a group too many", a_group_too_many, "use add_param_group"),
+    ("channels_last", channels_last, r"other strides now: .*call model\.to\(memory_format=…\) before"),
     (
         "momentum that goes to one",
         lambda model, opt: (opt.param_groups[0].update(betas=(1.0, 0.999)), square_loss(model, 0).backward()),
