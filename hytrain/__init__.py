@@ -21,12 +21,13 @@ if not hasattr(_protocol, "HYTRAIN"):
 if TYPE_CHECKING:
     from hytrain.errors import HyTrainError
     from hytrain.model.blueprint import deferred_init
-    from hytrain.optim import SGD, AdamW, Lion, Muon
+    from hytrain.optim import SGD, Adam, AdamW, Lion, Muon
 
 __version__ = "0.1.0"
-__all__ = ["SGD", "AdamW", "HyTrainError", "Lion", "Muon", "__version__", "deferred_init"]
+__all__ = ["SGD", "Adam", "AdamW", "HyTrainError", "Lion", "Muon", "__version__", "deferred_init"]
 
 _HOMES = {
+    "Adam": "hytrain.optim",
     "AdamW": "hytrain.optim",
     "SGD": "hytrain.optim",
     "HyTrainError": "hytrain.errors",

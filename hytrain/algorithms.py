@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Final
 
 from torch import Tensor
@@ -34,7 +35,8 @@ class Algorithm:
     False. `has_betas`: whether a group has `betas` besides. `others`: further ones. `check_others` checks these, and
     which ones fit together, as `check` does.
     `counts_steps`: whether torch's state has the number of each parameter's updates. HyTrain's always has.
-    `not_offered`: options of torch's class that HyTrain does not have. Other keys are allowed: schedulers keep theirs.
+    `not_offered`: options of torch's class of which HyTrain has only the default. `implementations`: those that choose
+    one of torch's, which HyTrain takes and ignores. Other keys are allowed: schedulers keep theirs.
     `as_torch`: what else a group of torch's class has, so that it continues with the same arithmetic.
     `read`: the hyperparameters of a group.
     `wrong`: what is wrong with a group of another optimizer that is loaded, or None.
@@ -49,6 +51,7 @@ class Algorithm:
     has_betas: bool
     counts_steps: bool
     not_offered: tuple[str, ...]
+    implementations: tuple[str, ...]
     as_torch: Mapping[str, Any]
     read: Callable[[Mapping[str, Any]], Hyper]
     wrong: Callable[[Mapping[str, Any]], str | None]
@@ -87,8 +90,26 @@ class Algorithm:
         if (algorithm := self.of(group)) is not self:
             algorithm.check(group)
             return
-        if unknown := next((key for key in self.not_offered if group.get(key)), None):
+        self.check_as_torch(group)
+        self.check_kinds(group)
+        if any(group[name] < 0 for name in self.numbers) or not self.betas_fit(group):
+            *some, last = self.numbers
+            betas_lie = ", betas lie in [0, 1)" if self.has_betas else ""
+            raise ConfigError(f"{', '.join(some)} and {last} must not be negative{betas_lie}")
+        self.check_others(group)
+
+    def check_as_torch(self, given: Mapping[str, Any]) -> None:
+        """Raise `UnsupportedError` or `ConfigError` if options that are torch's alone ask for what HyTrain lacks."""
+        if unknown := next((key for key in self.not_offered if given.get(key)), None):
             raise UnsupportedError(f"hytrain.{self.name} has no option {unknown!r}")
+        for key in self.implementations:
+            if given.get(key) not in (None, True, False):
+                raise ConfigError(f"{key} is {given[key]!r}: True, False or None")
+        if given.get("fused") and given.get("foreach"):
+            raise ConfigError("fused and foreach cannot be True together, as in torch: leave one out")
+
+    def check_kinds(self, group: Mapping[str, Any]) -> None:
+        """Raise `UnsupportedError` or `ConfigError` unless hyperparameters are numbers, flags and pairs of betas."""
         given = {name: group[name] for name in (*self.numbers, *self.signed)}
         if self.has_betas:
             betas = group["betas"]
@@ -103,11 +124,6 @@ class Algorithm:
         for name in self.flags:
             if not isinstance(group[name], bool):
                 raise ConfigError(f"{name} is {group[name]!r}: True or False")
-        if any(group[name] < 0 for name in self.numbers) or not self.betas_fit(group):
-            *some, last = self.numbers
-            betas_lie = ", betas lie in [0, 1)" if self.has_betas else ""
-            raise ConfigError(f"{', '.join(some)} and {last} must not be negative{betas_lie}")
-        self.check_others(group)
 
     def betas_fit(self, group: Mapping[str, Any]) -> bool:
         """Whether `betas`, if a group has them, can be."""
@@ -115,9 +131,9 @@ class Algorithm:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number. True and False are not numbers."""
+    """Whether it is a finite number, as torch's updates take them. True and False are none, fractions neither."""
     try:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, numbers.Real) and not isinstance(value, bool | Fraction) and math.isfinite(value)
     except OverflowError:  # a whole number beyond the floats
         return False
 
@@ -134,10 +150,15 @@ def _read_adamw(group: Mapping[str, Any]) -> AdamWHyper:
 
 
 def _no_adamw(group: Mapping[str, Any]) -> str | None:
+    return _no_adam(group, decoupled=True)
+
+
+def _no_adam(group: Mapping[str, Any], *, decoupled: bool = False) -> str | None:
+    name, other = ("AdamW", "Adam") if decoupled else ("Adam", "AdamW")
     if group.get("amsgrad"):
-        return "the loaded state is one of amsgrad=True, which hytrain.AdamW does not have"
-    if group.get("decoupled_weight_decay") is False and group.get("weight_decay"):
-        return "the loaded state is one of Adam with its weight decay, not of AdamW: go on with Adam"
+        return f"the loaded state is one of amsgrad=True, which hytrain.{name} does not have"
+    if group.get("decoupled_weight_decay") is (not decoupled) and group.get("weight_decay"):
+        return f"the loaded state is one of {other} with its weight decay, not of {name}: go on with hytrain.{other}"
     return None
 
 
@@ -148,7 +169,8 @@ ADAMW: Final = Algorithm(
     flags=("maximize",),
     has_betas=True,
     counts_steps=True,
-    not_offered=("amsgrad", "foreach", "capturable", "differentiable", "fused"),
+    not_offered=("amsgrad", "capturable", "differentiable"),
+    implementations=("foreach", "fused"),
     as_torch={
         "amsgrad": False,
         "foreach": None,
@@ -159,6 +181,14 @@ ADAMW: Final = Algorithm(
     },
     read=_read_adamw,
     wrong=_no_adamw,
+)
+ADAM: Final = replace(
+    ADAMW,
+    name="Adam",
+    not_offered=(*ADAMW.not_offered, "decoupled_weight_decay"),
+    as_torch={**ADAMW.as_torch, "decoupled_weight_decay": False},
+    read=lambda group: replace(_read_adamw(group), decoupled=False),
+    wrong=_no_adam,
 )
 
 
@@ -186,7 +216,8 @@ SGD: Final = Algorithm(
     flags=("nesterov", "maximize"),
     has_betas=False,
     counts_steps=False,
-    not_offered=("foreach", "differentiable", "fused"),
+    not_offered=("differentiable",),
+    implementations=("foreach", "fused"),
     as_torch={"foreach": None, "differentiable": False, "fused": None},
     read=_read_sgd,
     wrong=lambda group: None,
@@ -213,6 +244,7 @@ LION: Final = Algorithm(
     has_betas=True,
     counts_steps=False,
     not_offered=(),
+    implementations=(),
     as_torch={},
     read=_read_lion,
     wrong=lambda group: None,
@@ -265,6 +297,7 @@ MUON: Final = Algorithm(
     has_betas=False,
     counts_steps=False,
     not_offered=("maximize",),
+    implementations=(),
     as_torch={},
     read=_read_muon,
     wrong=lambda group: None,

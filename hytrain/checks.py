@@ -17,6 +17,7 @@ from torch.optim.optimizer import ParamsT
 from hytrain.algorithms import ADAMW, Algorithm, is_number
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.kernels import choice as backends
+from hytrain.kernels.torch_backend import vectors
 from hytrain.model.blueprint import blueprints_of
 from hytrain.model.layers import find_blocks
 from hytrain.planner.policies import POLICIES
@@ -184,6 +185,11 @@ def check_same(ranks: Ranks, options: Options) -> None:
         tuple(getattr(options, name) for name in names),
         f"ranks have different options: give all of them the same {', '.join(names)}",
     )
+    ranks.require_same(
+        vectors(),
+        "torch rounds differently on the CPUs of some ranks, so replicas would drift apart: set ATEN_CPU_CAPABILITY to "
+        "the same on all of them, or train on equal CPUs",
+    )
     if ranks.world > 1 and options.clip == "per_layer":  # on all ranks alike
         raise UnsupportedError('clip="per_layer" with several ranks: a layer is in shards there, so use "global"')
     if ranks.world > 1 and options.stream != 0.0:
@@ -256,9 +262,9 @@ def check_free(parameters: Iterable[Tensor], taken: Container[int]) -> None:
 
 
 def groups_for_torch(model: nn.Module, param_groups: ParamsT | None) -> list[dict[str, Any]]:
-    """What torch's constructor takes, as lists, without empty groups. Frozen parameters stay in theirs, as in torch.
+    """What torch's constructor takes, as lists. Frozen parameters stay in theirs, as in torch.
 
-    Names stay beside their parameters: torch reads them.
+    Names stay beside their parameters: torch reads them. Empty groups stay, too: schedulers count them.
     """
     if param_groups is None:
         return [{"params": list(model.parameters())}]
@@ -275,7 +281,7 @@ def groups_for_torch(model: nn.Module, param_groups: ParamsT | None) -> list[dic
         if any(id(entry[1] if isinstance(entry, tuple) else entry) not in ours for entry in given):
             raise UnsupportedError("param_groups names a parameter that the model does not have")
         groups.append({**group, "params": given})
-    return [group for group in groups if group["params"]]
+    return groups
 
 
 def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -297,11 +303,12 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
             "other parameters in a group with use_muon=False"
         )
     named = list(model.named_parameters())
-    return [
+    groups: list[dict[str, Any]] = [
         {"params": [(name, parameter) for name, parameter in named if (id(parameter) in hidden) is of_muon]}
         | {"use_muon": of_muon}
         for of_muon in (True, False)
     ]
+    return [group for group in groups if group["params"]]
 
 
 def group_ids(param_groups: list[dict[str, Any]]) -> list[list[int]]:
@@ -324,6 +331,10 @@ def read_groups(
             "with requires_grad_(False), or make the optimizer anew"
         )
     for group in param_groups:
+        try:
+            algorithm.of(group).check_kinds(group)
+        except (ConfigError, UnsupportedError) as error:
+            raise UsageError(f"in opt.param_groups, {error}") from None
         if not algorithm.of(group).betas_fit(group):
             raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
     hypers = tuple(map(algorithm.hyper, param_groups))

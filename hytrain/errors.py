@@ -1,4 +1,4 @@
-"""Every exception that HyTrain raises on purpose.
+"""Every exception that HyTrain raises on purpose, and how it warns.
 
 `except HyTrainError` catches them all. The built-in base class of each is in parentheses.
 
@@ -19,6 +19,23 @@
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+from typing import Final
+
+#: The packages whose lines are not the user's.
+_OURS: Final = ("hytrain", "torch")
+
+
+def warn(sentence: str) -> None:
+    """Warn of the line that called HyTrain, directly or through torch, which wraps `step()`."""
+    frame: FrameType | None = sys._getframe()
+    level = 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(sentence, stacklevel=level)
 
 
 class HyTrainError(Exception):

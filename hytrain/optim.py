@@ -1,4 +1,4 @@
-"""`hytrain.AdamW`, `hytrain.SGD`, `hytrain.Lion` and `hytrain.Muon`, the user's interface.
+"""`hytrain.AdamW`, `Adam`, `SGD`, `Lion` and `Muon`, the user's interface.
 
     opt = hytrain.AdamW(model, lr=3e-4, weight_decay=0.1)
     for batch in loader:
@@ -95,6 +95,15 @@ class SharedOptions(TypedDict, total=False):
     log_to: Sequence[str]
 
 
+class TorchsOptions(SharedOptions, total=False):
+    """Those that torch's classes have besides, and HyTrain only with their defaults, or without an effect."""
+
+    foreach: bool | None
+    fused: bool | None
+    capturable: bool
+    differentiable: bool
+
+
 class Optimizer(torch.optim.Optimizer):
     """An optimizer whose state is on the GPU or in host memory, layer by layer: the base class of all algorithms.
 
@@ -156,6 +165,8 @@ class Optimizer(torch.optim.Optimizer):
             all stages together.
         log_to: What else gets the numbers of `log`, and k, step time and stall of each logged step: "tensorboard" and
             "wandb". The files are in the run's folder; W&B is offline unless WANDB_MODE is set. Rank 0 writes them.
+        torchs: What torch's class of the same name takes besides. `fused` and `foreach` choose among torch's
+            implementations: they are taken, and change nothing here. Others must have their defaults.
 
     Raises:
         UnsupportedError: HyTrain refuses the model or a practice; the message says what to do instead.
@@ -200,9 +211,13 @@ class Optimizer(torch.optim.Optimizer):
         trace: bool | None = None,
         pipeline_group: ProcessGroup | None = None,
         log_to: Sequence[str] = (),
+        **torchs: Any,
     ) -> None:
+        if unknown := torchs.keys() - {*self.algorithm.not_offered, *self.algorithm.implementations}:
+            raise TypeError(f"hytrain.{self.algorithm.name} has no option {min(unknown)!r}")
         ranks = Ranks.of_job()
         with ranks.together():
+            self.algorithm.check_as_torch(torchs)
             options = check_options(
                 algorithm=self.algorithm,
                 k=k,
@@ -639,8 +654,8 @@ class Optimizer(torch.optim.Optimizer):
         self._close()
 
 
-class AdamW(Optimizer):
-    """AdamW (Loshchilov & Hutter, 2019), as in `torch.optim.AdamW`.
+class Adam(Optimizer):
+    """Adam (Kingma & Ba, 2015), as in `torch.optim.Adam`.
 
     Args:
         model: As for `Optimizer`.
@@ -648,9 +663,35 @@ class AdamW(Optimizer):
         lr: Learning rate.
         betas: Decay rates of the first and the second moment.
         eps: Added to the square root of the second moment.
-        weight_decay: Decoupled weight decay.
+        weight_decay: Added to the gradient, times the weight: it is not decoupled.
+        amsgrad: HyTrain has only False.
         maximize: Maximize the objective instead of minimizing it.
         options: The other options of `Optimizer`, which also says what is raised.
+    """
+
+    algorithm = algorithms.ADAM
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        param_groups: ParamsT | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        **options: Unpack[TorchsOptions],
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(model, param_groups, defaults, amsgrad=amsgrad, **options)
+
+
+class AdamW(Adam):
+    """AdamW (Loshchilov & Hutter, 2019), as in `torch.optim.AdamW`: Adam with decoupled weight decay.
+
+    Its arguments are those of `Adam`.
     """
 
     algorithm = algorithms.ADAMW
@@ -663,12 +704,12 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        amsgrad: bool = False,
         *,
         maximize: bool = False,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(model, param_groups, defaults, **options)
+        super().__init__(model, param_groups, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options)
 
 
 class SGD(Optimizer):
@@ -702,7 +743,7 @@ class SGD(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        **options: Unpack[SharedOptions],
+        **options: Unpack[TorchsOptions],
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(model, param_groups, {**defaults, "nesterov": nesterov, "maximize": maximize}, **options)

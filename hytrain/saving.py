@@ -229,7 +229,7 @@ def gather(known: TrainedParameter, plane: str) -> Tensor:
     parts = [
         float8.from_plane(part, plane) if part.dtype is torch.uint8 else part
         for layer, index in known.places
-        if (part := layer.state(plane)[index]) is not None
+        if (part := layer.part(plane, index)) is not None
     ]
     if not parts:  # other ranks have all of it
         return torch.empty_like(known.own, dtype=known.plane_dtypes[plane])
@@ -244,7 +244,7 @@ def scatter(known: TrainedParameter, plane: str, value: Tensor | None) -> None:
     if value is not None:
         value = flat(laid_out(value.cpu(), known.own))
     for layer, index in known.places:
-        part, segment = layer.state(plane)[index], layer.segments[index]
+        part, segment = layer.part(plane, index), layer.segments[index]
         if part is None:
             continue
         if value is None and plane == "remainder":
@@ -279,6 +279,7 @@ def _check_entry(
 ) -> None:
     """Raise `ConfigError` for another algorithm's state, of another shape, or of weights with another 16-bit dtype."""
     lacks = any(_tensor(entry, plane) is None for plane in moments) or (algorithm.counts_steps and "step" not in entry)
+    count_of(entry)
     if entry and (lacks or entry.keys() & ({*MOMENT_PLANES} - algorithm.moments)):
         raise ConfigError(f"the loaded state of {name} is not {algorithm.name}'s: it has {', '.join(map(str, entry))}")
     for plane in STATE_PLANES:
@@ -323,8 +324,15 @@ def check_groups(groups: list[dict[str, Any]], theirs: list[dict[str, Any]], alg
 
 
 def count_of(entry: dict[str, Any]) -> int:
-    """The number of a parameter's updates. Not all of torch's optimizers count; then one stands for several."""
-    return int(entry.get("step", 1)) if entry else 0
+    """The number of a parameter's updates. Not all of torch's optimizers count; then one stands for several.
+
+    Raises `ConfigError` for what is no number of updates.
+    """
+    given = entry.get("step", 1) if entry else 0
+    count = float(given)
+    if not (count.is_integer() and count >= 0):
+        raise ConfigError(f"a step in the loaded state is {count}: whole numbers of updates, from 0 on")
+    return int(given)
 
 
 def rules_of(groups: list[dict[str, Any]], algorithm: Algorithm) -> dict[int, str]:
@@ -340,5 +348,5 @@ def _numbered(groups: list[dict[str, Any]], algorithm: Algorithm) -> tuple[dict[
         for parameter in group["params"]:
             index[id(parameter)] = len(index)
         params = [index[id(parameter)] for parameter in group["params"]]
-        packed.append({**algorithm.of(group).as_torch, **group, "params": params})
+        packed.append({**group, **algorithm.of(group).as_torch, "params": params})
     return index, packed

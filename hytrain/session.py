@@ -33,6 +33,7 @@ from hytrain.cotraining.shares import CoTraining
 from hytrain.errors import BackendUnavailable, UnsupportedError, UsageError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
+from hytrain.kernels.torch_backend import vectors
 from hytrain.memory.arena import allow_descriptors
 from hytrain.memory.capacity import gpu_memory, host_bound, host_bytes, host_free, require_host_memory, second_bank_fits
 from hytrain.memory.transfer import transfers_for
@@ -267,7 +268,8 @@ class Session:
     def _start(self, *, continues: bool) -> None:
         """Join the processes, agree on the first plan, and start an engine with it."""
         options, cluster = self._options, self._cluster
-        if options.backend == "auto" and (reason := choice.why_not_native()):
+        builds = options.backend in ("auto", "native")  # before the optimizer process needs it
+        if builds and (reason := choice.why_not_native(fuses=vectors().fuses)) and options.backend == "auto":
             _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
         memory, transfers = self.memory, transfers_for(self._device)
         self._transfers = transfers

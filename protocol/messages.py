@@ -122,6 +122,9 @@ class Segment:
 
     A rule that updates whole matrices has the parameter's `shape`: (rows, columns). If it lies `by_columns`, its
     columns come one after the other; otherwise, its rows.
+
+    `lanes` and `fuses`: how torch computes on the trainer's CPU, which decides about roundings
+    (`hytrain.kernels.torch_backend.Vectors`).
     """
 
     name: str
@@ -136,6 +139,8 @@ class Segment:
     rule: str = "adamw"
     shape: tuple[int, ...] = ()
     by_columns: bool = False
+    lanes: int = 8
+    fuses: bool = True
 
     def __post_init__(self) -> None:
         _require(self.rule in MOMENTS, f"segment {self.name!r} has the unknown rule {self.rule!r}")
@@ -148,6 +153,7 @@ class Segment:
         fits = self.master_dtype == "float32" or self.dtype == self.master_dtype == "bfloat16"
         _require(fits, f"segment {self.name!r} cannot have {self.master_dtype!r} masters of {self.dtype} weights")
         _require(0 <= self.key < 1 << 32 and self.start >= 0, f"segment {self.name!r} has an impossible key or start")
+        _require(0 < self.lanes <= 128, f"segment {self.name!r} is computed in vectors of {self.lanes} elements")
         whole = self.rule not in ON_DEVICE or (len(self.shape) == 2 and math.prod(self.shape) == self.numel)
         _require(whole, f"segment {self.name!r} of {self.numel} elements is no matrix of shape {self.shape}")
 

@@ -36,11 +36,12 @@ class Hyper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWHyper(Hyper):
-    """Those of `torch.optim.AdamW`."""
+    """Those of `torch.optim.AdamW`; of `torch.optim.Adam`, if the weight decay is not `decoupled` from the gradient."""
 
     beta1: float
     beta2: float
     eps: float
+    decoupled: bool = True
 
     @property
     def rule(self) -> str:

@@ -82,6 +82,8 @@ def segments(draw: st.DrawFn) -> m.Segment:
         rule=rule,
         shape=shape,
         by_columns=draw(st.booleans()),
+        lanes=draw(st.integers(1, 128)),
+        fuses=draw(st.booleans()),
     )
 
 

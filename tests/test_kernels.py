@@ -1,9 +1,7 @@
-"""Every backend of the AdamW update against torch.optim.AdamW(fused=True) on fp32 masters, bit for bit.
+"""Every backend of the AdamW and Adam update against torch's with fused=True on fp32 masters, bit for bit.
 
 The GPU's kernel takes part like another backend. DeepSpeed's operator rounds its scalars differently, so it
-is held to the tolerance in `assert_agrees`. The reference runs on tensors padded to whole vectors, since
-torch computes the last elements of an odd size in another order. NaNs are equal whatever their payload, which
-IEEE 754 leaves open.
+is held to the tolerance in `assert_agrees`. NaNs are equal whatever their payload, which IEEE 754 leaves open.
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hytrain.kernels import choice as backends
-from hytrain.kernels.backend import DTYPES, Backend, Into
+from hytrain.kernels.backend import DTYPES, Backend, Elements, Into
 from hytrain.kernels.build import build, find_compiler
-from hytrain.kernels.native import SOURCE
+from hytrain.kernels.native import FLAGS, SOURCE
 from hytrain.kernels.scalars import Scalars, scalars
 from hytrain.kernels.split import join, nearest_half, split
+from hytrain.kernels.torch_backend import vectors
 from protocol.rules import AdamWHyper
 
 HYPER = AdamWHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
@@ -39,6 +37,9 @@ HYPERS = {
     "beta1 of a half": dataclasses.replace(HYPER, lr=0.1, beta1=0.5),
     "beta1 below a half": dataclasses.replace(HYPER, beta1=0.3),
     "no momentum": dataclasses.replace(HYPER, beta1=0.0, beta2=0.0),
+    "Adam": dataclasses.replace(HYPER, decoupled=False),
+    "Adam maximizes": dataclasses.replace(HYPER, decoupled=False, maximize=True, beta1=0.3, eps=1e-5),
+    "Adam without decay": dataclasses.replace(HYPER, decoupled=False, weight_decay=0.0),
 }
 PAIRS = pytest.mark.parametrize("pair", DTYPES, ids="-".join)
 EXACT = ["native", "torch", pytest.param("gpu", marks=pytest.mark.gpu)]
@@ -91,11 +92,16 @@ class Planes:
                 mine.copy_(getattr(other, field.name))
 
 
-Update = Callable[[Planes, Tensor, Scalars], None]
+Update = Callable[..., None]
+
+
+def elements_of(numel: int) -> Elements:
+    """All elements of a parameter, in torch's vectors and after them."""
+    return Elements(tail=numel - numel % vectors().lanes, fuses=vectors().fuses)
 
 
 def on_host(backend: Backend) -> Update:
-    def update(planes: Planes, grads: Tensor, step: Scalars) -> None:
+    def update(planes: Planes, grads: Tensor, step: Scalars, elements: Elements | None = None) -> None:
         backend.update(
             **planes.addresses(),
             grads=grads.data_ptr(),
@@ -103,16 +109,17 @@ def on_host(backend: Backend) -> Update:
             weights_dtype=str(planes.weights.dtype).removeprefix("torch."),
             grads_dtype=str(grads.dtype).removeprefix("torch."),
             scalars=step,
+            elements=elements or elements_of(grads.numel()),
         )
 
     return update
 
 
-def on_device(planes: Planes, grads: Tensor, step: Scalars) -> None:
+def on_device(planes: Planes, grads: Tensor, step: Scalars, elements: Elements | None = None) -> None:
     from hytrain.kernels import gpu
 
-    there = planes.map(to_device)
-    gpu.update(**there.arguments(), grads=to_device(grads), scalars=step)
+    there, elements = planes.map(to_device), elements or elements_of(grads.numel())
+    gpu.update(**there.arguments(), grads=to_device(grads), scalars=step, elements=elements)
     planes.copy_from(there)
 
 
@@ -136,29 +143,25 @@ def open_update(name: str) -> Update:
 
 
 class Reference:
-    """torch.optim.AdamW(fused=True) on an fp32 master."""
+    """torch.optim.AdamW(fused=True), or Adam's, on an fp32 master."""
 
     def __init__(self, master: Tensor, hyper: AdamWHyper) -> None:
-        self.numel = master.numel()
-        self.parameter = torch.nn.Parameter(self._padded(master))
+        self.parameter = torch.nn.Parameter(master.float().clone())
         same = {name: getattr(hyper, name) for name in ("lr", "eps", "weight_decay", "maximize")}
-        betas = hyper.beta1, hyper.beta2
-        self.optimizer = torch.optim.AdamW([self.parameter], betas=betas, fused=True, **same)
-
-    def _padded(self, values: Tensor) -> Tensor:
-        return pad(values.float(), (0, -values.numel() % 64))
+        kind = torch.optim.AdamW if hyper.decoupled else torch.optim.Adam
+        self.optimizer = kind([self.parameter], betas=(hyper.beta1, hyper.beta2), fused=True, **same)
 
     def step(self, grads: Tensor) -> None:
-        self.parameter.grad = self._padded(grads)
+        self.parameter.grad = grads.float()
         self.optimizer.step()
 
     def planes(self) -> Planes:
         state = self.optimizer.state[self.parameter]
         return Planes(
-            weights=self.parameter.detach()[: self.numel],
+            weights=self.parameter.detach(),
             remainder=None,
-            exp_avg=state["exp_avg"][: self.numel],
-            exp_avg_sq=state["exp_avg_sq"][: self.numel],
+            exp_avg=state["exp_avg"],
+            exp_avg_sq=state["exp_avg_sq"],
         )
 
 
@@ -231,11 +234,72 @@ def test_matches_torch(name: str, hyper: AdamWHyper, pair: tuple[str, str]) -> N
 @pytest.mark.parametrize("name", ALL)
 def test_sizes(name: str, pair: tuple[str, str]) -> None:
     update, generator = open_update(name), torch.Generator().manual_seed(1)
-    for numel in (1, 2, 7, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, BLOCK - 1, BLOCK, BLOCK + 1):
+    for numel in (*range(1, 71), *range(121, 136), *range(993, 1010), *range(BLOCK - 9, BLOCK + 10)):
         master = torch.randn(numel, generator=generator)
         planes, reference = Planes.of(master, pair[0]), Reference(master, HYPER)
         train(update, planes, reference, HYPER, [some_grads(numel, generator) for _ in range(2)], pair[1])
         assert_agrees(name, planes, reference.planes(), HYPER.lr)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", EXACT)
+def test_the_tail_is_the_whole_tensors(name: str, threads: int) -> None:
+    """However many threads torch divides it among, and we."""
+    update, generator = open_update(name), torch.Generator().manual_seed(12)
+    before = torch.get_num_threads()
+    try:
+        for numel in (1 << 20, (1 << 20) + 1, (1 << 20) - 9, (1 << 20) + 4095):
+            master = torch.randn(numel, generator=generator)
+            planes, reference = Planes.of(master, "float32"), Reference(master, HYPER)
+            if name != "gpu":
+                update = on_host(backends.load(name, threads)[0])
+            torch.set_num_threads(threads)
+            train(update, planes, reference, HYPER, [some_grads(numel, generator)] * 2, "float32")
+            assert_identical(planes, reference.planes(), f"{numel} elements")
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture
+def every_library() -> None:
+    """Both kernels are built here: on a new machine that is no cost of the test."""
+    for flags in FLAGS.values():
+        build(SOURCE, flags=flags)
+
+
+#: Prints how torch computes, and raises if something differs from its bits.
+COMPARE = """
+import torch
+from test_kernels import HYPERS, Planes, Reference, assert_identical, open_update, some_grads, train
+from test_rules import HYPERS as OTHERS
+import test_rules
+from hytrain.kernels.torch_backend import vectors
+print(torch.backends.cpu.get_cpu_capability(), *vectors())
+for name in ("native", "torch"):
+    for case, hyper in HYPERS.items():
+        generator = torch.Generator().manual_seed(13)
+        for numel in (7, 1003):
+            master = torch.randn(numel, generator=generator)
+            planes, reference = Planes.of(master, "float32"), Reference(master, hyper)
+            grads = [some_grads(numel, generator) for _ in range(3)]
+            train(open_update(name), planes, reference, hyper, grads, "float32")
+            assert_identical(planes, reference.planes(), f"{name}, {case}, {numel}")
+    for hyper in OTHERS.values():
+        test_rules.test_matches_torch(name, hyper, ("float32", "float32"), torch.float32)
+"""
+
+
+@pytest.mark.spawns
+@pytest.mark.usefixtures("every_library")
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_follows_torch_on_every_processor(capability: str) -> None:
+    """torch fuses no operations on old processors, nor if it is told to be for them."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", COMPARE]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    name, *found = result.stdout.split()
+    assert found == ["8", str(name != "DEFAULT")]
 
 
 @PAIRS
@@ -345,8 +409,9 @@ def test_tiles_equal_the_whole(name: str, pair: tuple[str, str]) -> None:
     read_only = grads.clone()
     whole, tiled, untouched = (Planes.of(master, pair[0]) for _ in range(3))
     update(whole, grads, scalars(HYPER, 1))
-    for begin, end in ((1, 1 + 333), (1 + 333, BLOCK + 5), (BLOCK + 5, numel - 1)):
-        update(tiled.map(lambda plane: plane[begin:end]), grads[begin:end], scalars(HYPER, 1))  # noqa: B023
+    for begin, end in ((1, 1 + 333), (1 + 333, BLOCK + 5), (BLOCK + 5, numel - 3), (numel - 3, numel - 1)):
+        part, elements = slice(begin, end), elements_of(numel)._replace(first=begin)
+        update(tiled.map(lambda plane: plane[part]), grads[part], scalars(HYPER, 1), elements)  # noqa: B023
     assert_identical(tiled.map(lambda plane: plane[1:-1]), whole.map(lambda plane: plane[1:-1]))
     assert_identical(tiled.map(lambda plane: plane[:: numel - 1]), untouched.map(lambda plane: plane[:: numel - 1]))
     assert torch.equal(grads, read_only)
@@ -373,6 +438,7 @@ def test_into_other_planes_as_in_place(name: str, pair: tuple[str, str]) -> None
             weights_dtype=pair[0],
             grads_dtype=pair[1],
             scalars=scalars(HYPER, 3, 0.5),
+            elements=elements_of(numel),
             into=Into(**other.addresses()),
         )
         assert_identical(other, in_place)
@@ -440,7 +506,7 @@ def test_gpu_reaches_beyond_two_to_the_31() -> None:
     planes.map(lambda plane: plane[-tail:]).copy_from(expected)
     all_grads = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
     all_grads[-tail:] = grads
-    gpu.update(**planes.arguments(), grads=all_grads, scalars=scalars(HYPER, 1))
+    gpu.update(**planes.arguments(), grads=all_grads, scalars=scalars(HYPER, 1), elements=elements_of(numel))
     open_update("native")(expected, grads, scalars(HYPER, 1))
     assert_identical(planes.map(lambda plane: plane[-tail:].cpu()), expected)
     assert not planes.weights[:-tail].any()
@@ -591,7 +657,13 @@ def test_launches_that_are_remembered_are_those_for_such_planes(monkeypatch: pyt
         grads = some_grads(numel, generator).to(getattr(torch, pair[1]))
         here = Planes.of(torch.randn(numel, generator=generator), pair[0])
         there = here.map(lambda plane: shifted(plane, offset))  # noqa: B023
-        gpu.update(**there.arguments(), grads=shifted(grads, offset), scalars=scalars(HYPER, step), verdict=verdict)
+        gpu.update(
+            **there.arguments(),
+            grads=shifted(grads, offset),
+            scalars=scalars(HYPER, step),
+            verdict=verdict,
+            elements=elements_of(numel),
+        )
         native(here, grads, scalars(HYPER, step))
         assert_identical(there.map(lambda plane: plane.cpu()), here)
     if gpu._takes_all_arguments():

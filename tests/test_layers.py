@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from hytrain.errors import UnsupportedError
 from hytrain.kernels.rounding import key_of
-from hytrain.model.layers import ALIGN_ELEMENTS, FALLBACK_LAYERS, ModelLayer, find_blocks, split_layers
+from hytrain.model.layers import ALIGN_ELEMENTS, FALLBACK_LAYERS, MANY_BLOCKS, ModelLayer, find_blocks, split_layers
+from hytrain.model.trained import build_gates, build_layers
 from hytrain.tensors import flat, is_dense
 from protocol.handles import EXACT, Precision
 from protocol.messages import Layer
@@ -282,3 +287,44 @@ def test_what_cannot_be_trained_is_refused_by_name(odd: torch.Tensor, reason: st
     model.inner.odd = nn.Parameter(odd)
     with pytest.raises(UnsupportedError, match=f"parameter inner.odd .*{reason}"):
         split(model)
+
+
+def tiny_blocks(count: int) -> nn.Module:
+    """Some of them larger than hundreds of others."""
+    return nn.Sequential(*(nn.Linear(2, 300 if index % 400 == 7 else 2) for index in range(count)))
+
+
+def test_hundreds_of_tiny_blocks_share_layers() -> None:
+    """Each layer costs messages in each step."""
+    assert len(split(tiny_blocks(MANY_BLOCKS))) == MANY_BLOCKS
+    model = tiny_blocks(1500)
+    layers = split(model)
+    assert MANY_BLOCKS // 4 < len(layers) <= MANY_BLOCKS + 2
+    assert names(layers)[0] == "0 to 7" and waiting(model, layers[0]) == [str(index) for index in range(8)]
+
+
+@pytest.mark.parametrize(
+    "make", [tiny_blocks, lambda count: nn.ParameterList(torch.zeros(2) for _ in range(2 * count))]
+)
+def test_the_work_of_splitting_is_linear(make: Any) -> None:
+    """In the number of parameters, in calls of Python."""
+    assert calls(make(1600)) < 4.5 * calls(make(400))
+
+
+def calls(model: nn.Module) -> int:
+    """Of functions, also of C, when a model becomes layers with gates."""
+    counted = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    parameters = list(model.parameters())
+    sys.setprofile(count)
+    try:
+        parts = split_layers(model, {id(parameter) for parameter in parameters})
+        layers, _ = build_layers(parts, [parameters], ["adamw"], None)
+        build_gates(layers, parts)
+    finally:
+        sys.setprofile(None)
+    return counted

@@ -53,6 +53,7 @@ def of(kind: Callable[..., Any]) -> dict[str, str]:
         ("Every optimizer", of(Optimizer)),
         ("opt.cotrain", {**dict.fromkeys(("build", "loss", "parts"), "required"), **of(Optimizer.cotrain)}),
         ("hytrain.AdamW", of(hytrain.AdamW)),
+        ("hytrain.Adam", of(hytrain.Adam)),
         ("hytrain.SGD", of(hytrain.SGD)),
         ("hytrain.Lion", of(hytrain.Lion)),
         ("hytrain.Muon", of(hytrain.Muon)),

@@ -152,7 +152,7 @@ def layer_table(**changes: Any) -> list[Any]:
 
 def segment(numel: int = 1, **changed: Any) -> list[Any]:
     usual = {"dtype": "float32", "grads_dtype": "float32", "group": 0, "state_dtype": "float32", "key": 0, "start": 0}
-    usual |= {"master_dtype": "float32", "rule": "adamw", "shape": [], "by_columns": False}
+    usual |= {"master_dtype": "float32", "rule": "adamw", "shape": [], "by_columns": False, "lanes": 8, "fuses": True}
     return [["w", numel, *(usual | changed).values()]]
 
 

@@ -15,7 +15,7 @@ import minifloats
 import numpy as np
 import pytest
 import torch
-from test_kernels import BLOCK, HYPER, SPECIAL, Planes, Reference, shifted, some_grads
+from test_kernels import BLOCK, HYPER, SPECIAL, Planes, Reference, elements_of, shifted, some_grads
 from torch import Tensor
 
 from hytrain.kernels import choice, torch_backend
@@ -45,9 +45,15 @@ def opened(name: str, key: int = KEY) -> Update:
         backend = choice.load(name, threads=2)[0]
 
     def update(planes: Planes, grads: Tensor, step: Scalars, first: int = 0) -> None:
-        backend.update(**arguments(planes, grads, step), elements=Elements(key, first))
+        backend.update(**arguments(planes, grads, step), elements=elements_from(first, grads.numel(), key))
 
     return update
+
+
+def elements_from(first: int, numel: int, key: int) -> Elements:
+    """The last elements of a parameter, in torch's vectors and after them."""
+    every = elements_of(numel)
+    return every._replace(key=key, first=first, tail=first + every.tail)
 
 
 def arguments(planes: Planes, grads: Tensor, step: Scalars) -> dict[str, Any]:
@@ -65,7 +71,8 @@ def on_device(key: int) -> Update:
 
     def update(planes: Planes, grads: Tensor, step: Scalars, first: int = 0) -> None:
         there = planes.map(lambda plane: shifted(plane, plane.storage_offset() % 16))
-        gpu.update(**there.arguments(), grads=shifted(grads, 0), scalars=step, elements=Elements(key, first))
+        elements = elements_from(first, grads.numel(), key)
+        gpu.update(**there.arguments(), grads=shifted(grads, 0), scalars=step, elements=elements)
         planes.copy_from(there)
 
     return update
@@ -98,18 +105,17 @@ class Rounding(Reference):
 
     def round(self, step: int, first: int = 0) -> None:
         state = self.optimizer.state[self.parameter]
-        random = bits_again(first, self.numel, step)
+        random = bits_again(first, self.parameter.numel(), step)
         moments = [(state["exp_avg"], random % 65536), (state["exp_avg_sq"], random // 65536)]
         for index, (values, bits) in enumerate(moments):
             if self.state is torch.bfloat16:
                 self._round(values, bits)
             elif self.state is torch.uint8:
-                values[: self.numel] = minifloats.rounded(values[: self.numel], bits, index)
+                values.copy_(minifloats.rounded(values, bits, index))
         if self.is_lone:
             self._round(self.parameter.detach(), random * 0x9E3779B1 % 2**32 // 65536)
 
     def _round(self, values: Tensor, bits: Tensor) -> None:
-        values = values[: self.numel]
         exact = np.where(values.isnan(), np.uint32(0x7FC00000), values.numpy().view(np.uint32))
         upper = (exact + bits.numpy().astype(np.uint32)) >> np.uint32(16)
         values.copy_(torch.from_numpy((upper << np.uint32(16)).view(np.float32)))
@@ -177,7 +183,7 @@ def test_tiles_equal_the_whole(name: str, kind: tuple[str, str, str]) -> None:
     master, grads = torch.randn(numel, generator=generator), some_grads(numel, generator).to(getattr(torch, kind[1]))
     whole, tiled = (of(master, kind[0], kind[2]) for _ in range(2))
     update(whole, grads, scalars(HYPER, 1), 11)
-    for begin, end in ((0, 333), (333, BLOCK + 5), (BLOCK + 5, numel)):
+    for begin, end in ((0, 336), (336, BLOCK + 8), (BLOCK + 8, numel)):
         tile = tiled.map(lambda plane, begin=begin, end=end: plane[begin:end])  # type: ignore[misc]
         update(tile, grads[begin:end], scalars(HYPER, 1), 11 + begin)
     for plane, other in zip(vars(tiled).values(), vars(whole).values(), strict=True):
@@ -193,7 +199,7 @@ def test_into_other_planes_as_in_place(name: str, kind: tuple[str, str, str]) ->
         before = of(torch.randn(numel, generator=generator), kind[0], kind[2])
         in_place, into = before.map(Tensor.clone), before.map(torch.zeros_like)
         opened(name)(in_place, grads, scalars(HYPER, 3, 0.5), 0)
-        which = {"into": Into(**into.addresses()), "elements": Elements(KEY)}
+        which = {"into": Into(**into.addresses()), "elements": elements_from(0, numel, KEY)}
         backend.update(**arguments(before, grads, scalars(HYPER, 3, 0.5)), **which)
         for plane, other in zip(vars(into).values(), vars(in_place).values(), strict=True):
             assert plane is other or torch.equal(plane, other)

@@ -22,6 +22,7 @@ from hytrain.kernels import choice, float8
 from hytrain.kernels.backend import DTYPES, Elements, Into
 from hytrain.kernels.scalars import TYPICAL, Scalars, scalars
 from hytrain.kernels.split import join, nearest_half, split
+from hytrain.kernels.torch_backend import vectors
 from protocol.rules import MOMENTS, ON_DEVICE, Hyper, LionHyper, SGDHyper
 
 KEY = 0xC0FFEE11
@@ -110,7 +111,7 @@ def opened(name: str) -> Update:
             grads=grads.data_ptr(),
             numel=grads.numel(),
             scalars=step,
-            elements=Elements(KEY, first),
+            elements=Elements(KEY, first, fuses=vectors().fuses),
             into=None if into is None else Into(**into.addresses()),
         )
 
@@ -121,7 +122,9 @@ def on_device(planes: Planes, grads: Tensor, step: Scalars, state: torch.dtype, 
     from hytrain.kernels import gpu
 
     there = planes.map(lambda plane: shifted(plane, plane.storage_offset() % 16))
-    gpu.update(**vars(there), grads=shifted(grads, 0), scalars=step, elements=Elements(KEY, first))
+    gpu.update(
+        **vars(there), grads=shifted(grads, 0), scalars=step, elements=Elements(KEY, first, fuses=vectors().fuses)
+    )
     for plane, updated in zip(planes, there, strict=True):
         plane.copy_(updated)
 

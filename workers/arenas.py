@@ -71,7 +71,7 @@ class SegmentPlanes:
             grads_dtype=self.segment.grads_dtype,
             scalars=scalars,
             state_dtype=self.segment.state_dtype,
-            elements=Elements(self.segment.key, self.segment.start + start),
+            elements=Elements.of(self.segment, start),
             into=None if source == target else Into(**self._addresses(target, start)),
         )
 

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Final, NamedTuple, Protocol
 
 from hytrain.kernels.scalars import Scalars
-from protocol.messages import STATE_DTYPES
+from protocol.messages import STATE_DTYPES, Segment
 
 # The (weights, gradients) that every backend supports.
 DTYPES = (("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), ("float32", "bfloat16"))
@@ -33,13 +33,29 @@ class Into:
 
 
 class Elements(NamedTuple):
-    """Which elements an update is of, so that they are rounded with the same random bits wherever that happens.
+    """Which elements an update is of, so that they are rounded in the same way wherever that happens.
 
-    `key` stands for the parameter: 32 bits. `first` is the index of the first one in it, in storage order, modulo 2^32.
+    `key` stands for the parameter: 32 bits. `first` is the index of the first one in it, in storage order. With both,
+    random bits are found.
+
+    torch's AdamW computes in vectors. The elements from index `tail` on, which fill no vector, it computes one by one,
+    and its compiler fuses another multiplication there. On processors where torch `fuses` none, all rules round more.
     """
 
     key: int = 0
     first: int = 0
+    tail: int = 1 << 62
+    fuses: bool = True
+
+    @classmethod
+    def of(cls, segment: Segment, start: int) -> Elements:
+        """Those of a segment from its element `start` on. Pieces are whole vectors, except for a parameter's last."""
+        end = segment.start + segment.numel
+        return cls(segment.key, segment.start + start, end - end % segment.lanes, segment.fuses)
+
+    def in_vectors(self, numel: int) -> int:
+        """How many of the first `numel` elements come before the tail."""
+        return min(max(self.tail - self.first, 0), numel)
 
 
 FIRST: Final = Elements()

@@ -41,13 +41,13 @@ ROOT: Final = 0
 _log = logging.getLogger(__name__)
 
 
-def build(source: Path, environ: Mapping[str, str] = os.environ) -> Path:
-    """The library built from `source` for this machine, or its copy in the cache.
+def build(source: Path, environ: Mapping[str, str] = os.environ, flags: tuple[str, ...] = ()) -> Path:
+    """The library built from `source` for this machine, or its copy in the cache. `flags` are further ones.
 
     `environ` names the cache (HYTRAIN_CACHE, else hytrain/ in XDG_CACHE_HOME or ~/.cache) and the compiler (CXX).
     Raises BackendUnavailable if there is no compiler, or if it fails.
     """
-    compiler = find_compiler(environ)
+    compiler = (*find_compiler(environ), *flags)
     library = _own_folder(cache_folder(environ)) / f"{source.stem}-{_key(source, compiler)}.so"
     if not _is_whole(library):
         _compile(compiler, source, library)

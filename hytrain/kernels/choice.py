@@ -36,13 +36,13 @@ def load(name: str = "auto", threads: int | None = None) -> tuple[Backend, str]:
         return _open("torch", threads), f"torch: native is not available ({reason})"
 
 
-def why_not_native() -> str:
+def why_not_native(*, fuses: bool = True) -> str:
     """Why `load("auto")` does not choose native on this machine; empty if it does. Builds native if necessary."""
     from hytrain.kernels.build import build
-    from hytrain.kernels.native import SOURCE
+    from hytrain.kernels.native import FLAGS, SOURCE
 
     try:
-        build(SOURCE)
+        build(SOURCE, flags=FLAGS[fuses])
     except BackendUnavailable as reason:
         return str(reason)
     return ""

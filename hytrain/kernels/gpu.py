@@ -32,7 +32,7 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": Fals
 
 #: So many moments and scalars the kernel takes. Rules with fewer leave the last ones out.
 MOST_MOMENTS: Final = max(map(len, MOMENTS.values()))
-MOST_SCALARS: Final = 8
+MOST_SCALARS: Final = 9
 
 _MASK = 0xFFFFFFFF
 ALIGNMENT = 16  # bytes; for multiples of it, Triton compiles a separate kernel with wider loads
@@ -72,17 +72,17 @@ def update(
     rest = weights if remainder is None else remainder
     given = (*moments, *(rest,) * (MOST_MOMENTS - len(moments)))  # the kernel ignores those that the rule does not have
     planes = (_bits(weights), _bits(grads), *map(_bits, (rest, *given)))
-    which = (elements.first & _MASK, *seeds(elements.key, scalars.step))
+    which = (elements.in_vectors(numel), elements.first & _MASK, *seeds(elements.key, scalars.step))
     numbers = (*which, *scalars.values, *(0.0,) * (MOST_SCALARS - len(scalars.values)))
     judge, judged = planes[0] if verdict is None else verdict, verdict is not None
     lone = remainder is None and weights.dtype == torch.bfloat16
     grid = (numel + BLOCK - 1) // BLOCK
     aligned = tuple(address(plane) % ALIGNMENT == 0 for plane in (*planes, judge))
-    kind = (weights.device, kernel, weights.dtype, grads.dtype, given[0].dtype, judged, lone, aligned)
+    constants = {"RULE": kernel, "JUDGED": judged, "LONE": lone, "FUSES": elements.fuses, "BLOCK": BLOCK}
+    kind = (weights.device, *constants.values(), weights.dtype, grads.dtype, given[0].dtype, aligned)
     if (compiled := _compiled.get(kind)) is not None:
-        compiled[grid, 1, 1](*planes, numel, *numbers, judge, kernel, judged, lone, BLOCK)
+        compiled[grid, 1, 1](*planes, numel, *numbers, judge, *constants.values())
         return
-    constants = {"RULE": kernel, "JUDGED": judged, "LONE": lone, "BLOCK": BLOCK}
     compiled = update_kernel[(grid,)](*planes, numel, *numbers, judge, **constants, **OPTIONS)
     if _takes_all_arguments():
         _compiled[kind] = compiled

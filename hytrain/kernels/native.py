@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from pathlib import Path
+from typing import Any, Final
 
 from hytrain.kernels.backend import DTYPES, FIRST, Elements, Into, check_dtypes, seeds
 from hytrain.kernels.build import build
@@ -22,6 +23,8 @@ from protocol.rules import MOMENTS, ON_DEVICE
 
 SOURCE = Path(__file__).with_name("update.cpp")
 LONE = ("lone_bfloat16", "bfloat16")  # the dtypes of weights that are their own masters, and of their gradients
+#: By whether multiplications are fused with additions.
+FLAGS: Final = {True: (), False: ("-DHYTRAIN_FUSES=0",)}
 SMALL_CALLS = 64  # after a call of `touch` that was refused huge pages, this many calls do not ask for them
 
 
@@ -36,19 +39,26 @@ class _Elements(ctypes.Structure):  # update.cpp's Elements; ctypes keeps the lo
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("first", "before", "within"))
 
 
+def _functions(*, fuses: bool) -> tuple[dict[tuple[str, str, str, str], Any], ctypes.CDLL]:
+    """The updates by rule, dtypes of weights and gradients, and dtype of moments; and their library."""
+    library = ctypes.CDLL(str(build(SOURCE, flags=FLAGS[fuses])))
+    rules = [rule for rule in MOMENTS if rule not in ON_DEVICE]
+    kinds = [(rule, *pair, state) for rule in rules for pair in (*DTYPES, LONE) for state in STATE_DTYPES]
+    update = {each: getattr(library, f"hytrain_{'_'.join(each)}") for each in kinds}
+    planes, elements, pointer, integer = (*map(ctypes.POINTER, (_Planes, _Elements)), ctypes.c_void_p, ctypes.c_int64)
+    for function in update.values():
+        function.argtypes = (planes, pointer, planes, integer, integer, pointer, elements, ctypes.c_int)
+        function.restype = None
+    return update, library
+
+
 class NativeBackend:
     name = "native"
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        library = ctypes.CDLL(str(build(SOURCE)))
-        rules = [rule for rule in MOMENTS if rule not in ON_DEVICE]
-        kinds = [(rule, *pair, state) for rule in rules for pair in (*DTYPES, LONE) for state in STATE_DTYPES]
-        self._update = {each: getattr(library, f"hytrain_{'_'.join(each)}") for each in kinds}
-        for function in self._update.values():
-            planes, elements, pointer = ctypes.POINTER(_Planes), ctypes.POINTER(_Elements), ctypes.c_void_p
-            function.argtypes = (planes, pointer, planes, ctypes.c_int64, pointer, elements, ctypes.c_int)
-            function.restype = None
+        update, library = _functions(fuses=True)
+        self._updates = {True: update}
         self._touch = library.hytrain_touch
         self._touch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
         self._touch.restype = ctypes.c_int
@@ -75,9 +85,11 @@ class NativeBackend:
         to = planes if into is None else _Planes(into.weights, into.remainder, _Moments(*into.moments))
         which = _Elements(elements.first, *seeds(elements.key, scalars.step))
         pair = (weights_dtype, grads_dtype) if remainder or weights_dtype == "float32" else LONE
-        function = self._update[(scalars.kernel, *pair, state_dtype)]
-        others = ctypes.byref(rounded), ctypes.byref(which)
-        function(ctypes.byref(planes), grads, ctypes.byref(to), numel, *others, self.threads)
+        if elements.fuses not in self._updates:
+            self._updates[elements.fuses], _ = _functions(fuses=elements.fuses)
+        function = self._updates[elements.fuses][(scalars.kernel, *pair, state_dtype)]
+        numels, others = (numel, elements.in_vectors(numel)), (ctypes.byref(rounded), ctypes.byref(which))
+        function(ctypes.byref(planes), grads, ctypes.byref(to), *numels, *others, self.threads)
 
     def touch(self, address: int, nbytes: int) -> None:
         """See Backend.touch. Asks for huge pages, but not at each call if there are none: the search takes time."""

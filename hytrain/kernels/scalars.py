@@ -35,8 +35,12 @@ class Scalars:
 
 
 def _adamw(hyper: AdamWHyper, step: int) -> tuple[float, ...]:
-    """mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2 and eps (Loshchilov & Hutter, 2019).
+    """mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps and l2 (Loshchilov & Hutter, 2019).
 
+    The weight decay is in `decay`, or, if it is not decoupled, in `l2` (Kingma & Ba, 2015). Without `l2`, its line is
+    left out, as in `_sgd`.
+
+    g = g + l2 * p
     m = m + mix1 * (g - m)
     v = v * beta2 + mix2 * g * g
     p = p * decay + (neg_step_size * m) / (sqrt(v) / sqrt_bias2 + eps)
@@ -45,10 +49,11 @@ def _adamw(hyper: AdamWHyper, step: int) -> tuple[float, ...]:
         1 - hyper.beta1,
         1 - hyper.beta2,
         hyper.beta2,
-        1 - hyper.lr * hyper.weight_decay,
+        1 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0,
         -(hyper.lr / (1 - hyper.beta1**step)),
         math.sqrt(1 - hyper.beta2**step),
         hyper.eps,
+        0.0 if hyper.decoupled else hyper.weight_decay,
     )
 
 

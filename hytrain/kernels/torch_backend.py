@@ -1,8 +1,9 @@
 """The updates with torch's own operators, for machines without a C++ compiler.
 
 They compute in fp32, so narrower planes go through fp32 copies, in chunks that stay in the cache; the master of
-fp16 weights is fp32 already. torch's fused AdamW computes the last elements of an odd size in another order. Ranges are
-therefore padded to `WIDTH`, and the results are the native backend's, however a segment is divided.
+fp16 weights is fp32 already. torch's fused AdamW computes a parameter's last elements, which fill no vector, in another
+order. Other ranges are therefore padded to `WIDTH`, and the results are the native backend's, however a segment is
+divided. `vectors` finds out how that is on this CPU.
 
     planes at addresses -> tensors over them -> chunks -> (copy elsewhere) -> (join) -> _step -> (split, round)
 """
@@ -12,8 +13,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cache
 from itertools import pairwise
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from hytrain.kernels import float8
 from hytrain.kernels.backend import FIRST, Elements, Into, check_dtypes
 from hytrain.kernels.rounding import more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Scalars
+from hytrain.kernels.scalars import scalars as make_scalars
 from hytrain.kernels.split import REMAINDERS, join, nearest_half, split
 from hytrain.tensors import address
 from protocol.rules import AdamWHyper, LionHyper, MuonHyper, SGDHyper
@@ -31,6 +34,31 @@ WIDTH = 128  # elements; a multiple of the width of the operators' vector loops
 CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, the size of a core's own cache
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": torch.uint8}
+
+
+class Vectors(NamedTuple):
+    """How torch's fused AdamW computes: vectors of so many `lanes`, with multiplications and additions fused or not."""
+
+    lanes: int
+    fuses: bool
+
+
+@cache
+def vectors() -> Vectors:
+    """How torch computes on this CPU, which depends on its build, on the processor and on ATEN_CPU_CAPABILITY.
+
+    So it is measured. Without momentum, a gradient of -0 becomes another zero in the tail. The second moment of the
+    first element is that of separate operations where none are fused.
+    """
+    numel = 127  # is no multiple of a vector's length
+    weights, grads, exp_avg, exp_avg_sq = (
+        torch.full((numel,), x, dtype=torch.float32, device="cpu") for x in (0.0, -0.0, 0.0, 2.0)
+    )
+    grads[0], hyper = 2.1, AdamWHyper(lr=0.0, beta1=0.0, beta2=0.7, eps=1.0, weight_decay=0.0)
+    rounded_apart = exp_avg_sq[0] * hyper.beta2 + grads[0] * (1 - hyper.beta2) * grads[0]
+    _adamw(weights, grads, exp_avg, exp_avg_sq, make_scalars(hyper, 1))
+    tail = exp_avg.signbit() != exp_avg.signbit()[1]
+    return Vectors(int(tail[1:].sum()) + 1, not torch.equal(exp_avg_sq[0], rounded_apart))
 
 
 class TorchBackend:
@@ -79,17 +107,20 @@ class TorchBackend:
                 for read, written in zip(moments, to.moments, strict=True)
             ),
         ]
-        whole = numel - numel % WIDTH
+        in_vectors = elements.in_vectors(numel)
+        whole = in_vectors - in_vectors % WIDTH
         cuts = [*range(0, whole, self._chunk_numel), whole]
         for begin, end in pairwise(cuts):
             self._update_chunk(scalars, _from(elements, begin), *_moved(planes, begin, end))
-        if whole < numel:
-            self._update_tail(scalars, _from(elements, whole), _moved(planes, whole, numel))
+        if whole < in_vectors:
+            self._update_padded(scalars, _from(elements, whole), _moved(planes, whole, in_vectors))
+        if in_vectors < numel:
+            self._update_chunk(scalars, _from(elements, in_vectors), *_moved(planes, in_vectors, numel))
 
     def touch(self, address: int, nbytes: int) -> None:
         _over(address, nbytes, torch.uint8).zero_()
 
-    def _update_tail(self, scalars: Scalars, elements: Elements, planes: list[Tensor | None]) -> None:
+    def _update_padded(self, scalars: Scalars, elements: Elements, planes: list[Tensor | None]) -> None:
         padded = [None if plane is None else pad(plane, (0, WIDTH - plane.numel())) for plane in planes]
         self._update_chunk(scalars, elements, *padded)
         for index, (plane, result) in enumerate(zip(planes, padded, strict=True)):
@@ -135,14 +166,15 @@ class TorchBackend:
                 moment.copy_(float8.rounded(values, bits, index) if coded else rounded(values, bits))
 
     def _step(self, master: Tensor, grads: Tensor, moments: Sequence[Tensor], scalars: Scalars) -> None:
-        """The rule's step in place on fp32 tensors whose length is a multiple of `WIDTH`."""
+        """The rule's step in place on fp32 tensors whose length is a multiple of `WIDTH`, or which are a tail."""
         _STEPS[scalars.kernel](master, grads, *moments, scalars)
 
 
 def _adamw(master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
     step = torch.tensor(float(scalars.step), dtype=torch.float32, device="cpu")
     options = asdict(cast(AdamWHyper, scalars.hyper))
-    torch._fused_adamw_([master], [grads], [exp_avg], [exp_avg_sq], [], [step], **options, amsgrad=False)
+    operator = torch._fused_adamw_ if options.pop("decoupled") else torch._fused_adam_
+    operator([master], [grads], [exp_avg], [exp_avg_sq], [], [step], **options, amsgrad=False)
 
 
 def _sgd(master: Tensor, grads: Tensor, scalars: Scalars) -> None:

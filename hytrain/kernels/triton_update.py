@@ -3,8 +3,8 @@
 bf16 planes are passed as int16 bit patterns. Moments in bf16 or 8 bits, and weights without masters (`LONE`), are
 rounded as rounding.py and float8.py say. fp16 planes are passed as they are: the device widens them exactly and rounds
 to nearest even, also subnormals. The caller turns contraction off. Square root and division are correctly rounded, and
-only explicit fma operations are fused. Full blocks are loaded without a mask, because masked loads are vectorised only
-if the compiler knows a divisor of the length.
+only calls of `_fused` are fused, where torch's CPU fuses (`FUSES`). Full blocks are loaded without a mask, because
+masked loads are vectorised only if the compiler knows a divisor of the length.
 """
 
 # Triton's functions have types of its own.
@@ -124,54 +124,63 @@ def _store_master(weights, remainder, master, random, mask, LONE: tl.constexpr):
 
 
 @triton.jit
-def _lerp(start, end, mix):
-    # torch's lerp starts at the nearer end.
-    from_start = tl.abs(mix) < 0.5
-    return tl.fma(tl.where(from_start, mix, mix - 1.0), end - start, tl.where(from_start, start, end))
+def _fused(a, b, c, FUSES: tl.constexpr):
+    return tl.fma(a, b, c) if FUSES else a * b + c
 
 
 @triton.jit
-def _adamw(p, g, m_old, v_old, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps):
-    m = _lerp(m_old, g, mix1)
-    v = tl.fma(mix2 * g, g, v_old * beta2)
+def _lerp(start, end, mix, far, FUSES: tl.constexpr):
+    # torch's lerp starts at the nearer end. `far` is mix - 1.
+    from_start = tl.abs(mix) < 0.5
+    return _fused(tl.where(from_start, mix, far), end - start, tl.where(from_start, start, end), FUSES)
+
+
+@triton.jit
+def _adamw(p, g, m_old, v_old, tail, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps, l2, FUSES: tl.constexpr):
+    g = tl.where(l2 == 0.0, g, _fused(l2, p, g, FUSES))
+    far, v = mix1 - 1.0, _fused(mix2 * g, g, v_old * beta2, FUSES)
+    if tail is not None:
+        far = tl.where(tail, -(1.0 - mix1), far)  # without momentum these are two zeros
+        v = tl.where(tail, _fused(v_old, beta2, mix2 * g * g, FUSES), v)
+    m = _lerp(m_old, g, mix1, far, FUSES)
     denominator = tl.div_rn(tl.sqrt_rn(v), sqrt_bias2) + eps
     return p * decay + tl.div_rn(neg_step_size * m, denominator), m, v
 
 
 @triton.jit
-def _decayed(p, g, weight_decay):
-    return tl.where(weight_decay == 0.0, g, tl.fma(weight_decay, p, g))
+def _decayed(p, g, weight_decay, FUSES: tl.constexpr):
+    return tl.where(weight_decay == 0.0, g, _fused(weight_decay, p, g, FUSES))
 
 
 @triton.jit
-def _sgd(p, g, weight_decay, neg_lr):
-    return tl.fma(neg_lr, _decayed(p, g, weight_decay), p)
+def _sgd(p, g, weight_decay, neg_lr, FUSES: tl.constexpr):
+    return _fused(neg_lr, _decayed(p, g, weight_decay, FUSES), p, FUSES)
 
 
 @triton.jit
-def _sgd_momentum(p, g, b_old, weight_decay, neg_lr, keep, mix, ahead):
-    d = _decayed(p, g, weight_decay)
-    b = tl.where(keep == 0.0, d, tl.fma(mix, d, b_old * keep))
-    return tl.fma(neg_lr, tl.where(ahead == 0.0, b, tl.fma(ahead, b, d)), p), b
+def _sgd_momentum(p, g, b_old, weight_decay, neg_lr, keep, mix, ahead, FUSES: tl.constexpr):
+    d = _decayed(p, g, weight_decay, FUSES)
+    b = tl.where(keep == 0.0, d, _fused(mix, d, b_old * keep, FUSES))
+    return _fused(neg_lr, tl.where(ahead == 0.0, b, _fused(ahead, b, d, FUSES)), p, FUSES), b
 
 
 @triton.jit
-def _lion(p, g, m_old, beta1, mix1, beta2, mix2, decay, neg_lr):
+def _lion(p, g, m_old, beta1, mix1, beta2, mix2, decay, neg_lr, FUSES: tl.constexpr):
     c = m_old * beta1 + g * mix1
     sign = tl.where(c > 0.0, 1.0, tl.where(c < 0.0, -1.0, 0.0))
-    return tl.fma(neg_lr, sign, p * decay), tl.fma(mix2, g, m_old * beta2)
+    return _fused(neg_lr, sign, p * decay, FUSES), _fused(mix2, g, m_old * beta2, FUSES)
 
 
 @triton.jit
-def _muon(g, b_old, mix, ahead):
-    b = _lerp(b_old, g, mix)
-    return tl.where(ahead == 0.0, b, _lerp(g, b, ahead)), b
+def _muon(g, b_old, mix, ahead, FUSES: tl.constexpr):
+    b = _lerp(b_old, g, mix, mix - 1.0, FUSES)
+    return tl.where(ahead == 0.0, b, _lerp(g, b, ahead, ahead - 1.0, FUSES)), b
 
 
 @triton.jit
 def _update(
-    weights, grads, remainder, moment0, moment1, mask, index, before, within,
-    factor, s1, s2, s3, s4, s5, s6, s7, RULE: tl.constexpr, LONE: tl.constexpr,
+    weights, grads, remainder, moment0, moment1, mask, tail, index, before, within,
+    factor, s1, s2, s3, s4, s5, s6, s7, s8, RULE: tl.constexpr, LONE: tl.constexpr, FUSES: tl.constexpr,
 ):  # fmt: skip
     g = factor * _load_wide(grads, mask)
     p = _load_master(weights, remainder, mask, LONE)
@@ -179,36 +188,38 @@ def _update(
     if RULE == "adamw":
         m_old = _load_moment(moment0, mask, False)
         v_old = _load_moment(moment1, mask, True)
-        p, m, v = _adamw(p, g, m_old, v_old, s1, s2, s3, s4, s5, s6, s7)
+        p, m, v = _adamw(p, g, m_old, v_old, tail, s1, s2, s3, s4, s5, s6, s7, s8, FUSES)
         _store_moment(moment0, m, random, mask, False)
         _store_moment(moment1, v, random, mask, True)
     elif RULE == "sgd":
-        p = _sgd(p, g, s1, s2)
+        p = _sgd(p, g, s1, s2, FUSES)
     elif RULE == "sgd_momentum":
-        p, b = _sgd_momentum(p, g, _load_moment(moment0, mask, False), s1, s2, s3, s4, s5)
+        p, b = _sgd_momentum(p, g, _load_moment(moment0, mask, False), s1, s2, s3, s4, s5, FUSES)
         _store_moment(moment0, b, random, mask, False)
     elif RULE == "lion":
-        p, m = _lion(p, g, _load_moment(moment0, mask, False), s1, s2, s3, s4, s5, s6)
+        p, m = _lion(p, g, _load_moment(moment0, mask, False), s1, s2, s3, s4, s5, s6, FUSES)
         _store_moment(moment0, m, random, mask, False)
     elif RULE == "muon":
-        p, b = _muon(g, _load_moment(moment0, mask, False), s1, s2)
+        p, b = _muon(g, _load_moment(moment0, mask, False), s1, s2, FUSES)
         _store_moment(moment0, b, random, mask, False)
     elif RULE == "muon_step":
-        p = tl.fma(s2, g, p * s1)
+        p = _fused(s2, g, p * s1, FUSES)
     else:
         tl.static_assert(False, "a rule without arithmetic")
     _store_master(weights, remainder, p, random, mask, LONE)
 
 
-@triton.jit(do_not_specialize=["numel", "first", "before", "within"])
+@triton.jit(do_not_specialize=["numel", "in_vectors", "first", "before", "within"])
 def update_kernel(
     weights, grads, remainder, moment0, moment1,
-    numel: tl.int64, first: tl.uint32, before: tl.uint32, within: tl.uint32,
+    numel: tl.int64, in_vectors: tl.int64, first: tl.uint32, before: tl.uint32, within: tl.uint32,
     factor: tl.float32, s1: tl.float32, s2: tl.float32, s3: tl.float32,
-    s4: tl.float32, s5: tl.float32, s6: tl.float32, s7: tl.float32,
-    verdict, RULE: tl.constexpr, JUDGED: tl.constexpr, LONE: tl.constexpr, BLOCK: tl.constexpr,
+    s4: tl.float32, s5: tl.float32, s6: tl.float32, s7: tl.float32, s8: tl.float32,
+    verdict, RULE: tl.constexpr, JUDGED: tl.constexpr, LONE: tl.constexpr, FUSES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`factor` and s1 to s7 are the rule's scalars, as scalars.py has them. Rules with fewer ignore the last ones.
+    """`factor` and s1 to s8 are the rule's scalars, as scalars.py has them. Rules with fewer ignore the last ones.
+
+    From element `in_vectors` on, elements are the tail of torch's AdamW.
 
     The scalars' types are fixed and no value is specialised, so all steps of a rule use one compilation.
     If JUDGED, the gradient is multiplied by what `verdict` points at, and nothing is done if that is below 0. What
@@ -226,13 +237,13 @@ def update_kernel(
     remainder += offsets
     moment0 += offsets
     moment1 += offsets
-    if begin + BLOCK <= numel:
+    if begin + BLOCK <= tl.minimum(in_vectors, numel):
         _update(
-            weights, grads, remainder, moment0, moment1, None, index, before, within,
-            factor, s1, s2, s3, s4, s5, s6, s7, RULE, LONE,
+            weights, grads, remainder, moment0, moment1, None, None, index, before, within,
+            factor, s1, s2, s3, s4, s5, s6, s7, s8, RULE, LONE, FUSES,
         )  # fmt: skip
     else:
         _update(
-            weights, grads, remainder, moment0, moment1, offsets < numel, index, before, within,
-            factor, s1, s2, s3, s4, s5, s6, s7, RULE, LONE,
+            weights, grads, remainder, moment0, moment1, offsets < numel, offsets >= in_vectors, index, before, within,
+            factor, s1, s2, s3, s4, s5, s6, s7, s8, RULE, LONE, FUSES,
         )  # fmt: skip

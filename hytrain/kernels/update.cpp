@@ -2,7 +2,7 @@
 //
 // native.py compiles this file and calls it through ctypes, so the interface is plain C. Every operation rounds once,
 // in an order that is part of the contract: triton_update.py and torch's CPU optimizers have the same. So there is no
-// fast-math and no contraction, and fused operations are explicit calls of fma.
+// fast-math and no contraction, and fused operations are explicit calls of `fused`.
 //
 //   weights   bf16: the upper half of an fp32 master whose lower half is `remainder`, or, without one, the master
 //             itself, rounded stochastically; fp32: the master itself;
@@ -44,6 +44,11 @@
 #else
 #define HYTRAIN_F16C 0
 #endif
+#endif
+
+// Whether operations are fused. torch fuses none on processors that cannot, or if it is told not to use AVX2.
+#ifndef HYTRAIN_FUSES
+#define HYTRAIN_FUSES 1
 #endif
 
 // With as many kernels in one file, GCC's budget ends before all loops are inlined. Out of line, bf16 moments took five
@@ -152,22 +157,31 @@ inline void split(float master, bf16 *weights, int16_t *remainder, int64_t i) {
     remainder[i] = static_cast<int16_t>(static_cast<uint16_t>(u - (hi << 16)));
 }
 
+// a * b + c
+inline float fused(float a, float b, float c) { return HYTRAIN_FUSES ? std::fma(a, b, c) : a * b + c; }
+
 // A rule is its scalars, in the order of scalars.py, and its arithmetic. `step` reads the moments of element i from one
 // place, writes them to the same or another, and returns the new master; `p` is the old one, `g` the gradient times
-// `factor`.
+// `factor`. `Tail` computes the elements that fill no vector of torch's.
 template <class Rule, class Moment>
 using Moments = std::array<Moment *, Rule::moments>;
 
-struct AdamW {
+// Adam adds `l2` times the weight to the gradient, AdamW multiplies the weight by `decay`.
+template <bool tail>
+struct Adam {
     static constexpr int moments = 2;  // exp_avg, exp_avg_sq
-    float factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps;
+    using Tail = Adam<true>;
+    float factor, mix1, mix2, beta2, decay, neg_step_size, sqrt_bias2, eps, l2;
 
-    HYTRAIN_INLINE float step(float p, float g, const Moments<AdamW, float> &from, const Moments<AdamW, float> &to,
+    HYTRAIN_INLINE float step(float p, float g, const Moments<Adam, float> &from, const Moments<Adam, float> &to,
                               int64_t i) const {
+        g = l2 == 0.0f ? g : fused(l2, p, g);
         const bool from_average = std::fabs(mix1) < 0.5f;  // torch's lerp starts at the nearer end
         const float m_old = from[0][i];
-        const float m = std::fma(from_average ? mix1 : mix1 - 1.0f, g - m_old, from_average ? m_old : g);
-        const float v = std::fma(mix2 * g, g, from[1][i] * beta2);
+        const float far = tail ? -(1.0f - mix1) : mix1 - 1.0f;  // without momentum these are two zeros
+        const float m = fused(from_average ? mix1 : far, g - m_old, from_average ? m_old : g);
+        const float v_old = from[1][i], squared = mix2 * g;
+        const float v = tail ? fused(v_old, beta2, squared * g) : fused(squared, g, v_old * beta2);
         const float denominator = std::sqrt(v) / sqrt_bias2 + eps;
         to[0][i] = real(canonical(bits(m)));
         to[1][i] = real(canonical(bits(v)));
@@ -177,30 +191,33 @@ struct AdamW {
 
 struct SGD {
     static constexpr int moments = 0;
+    using Tail = SGD;
     float factor, weight_decay, neg_lr;
 
-    float decayed(float p, float g) const { return weight_decay == 0.0f ? g : std::fma(weight_decay, p, g); }
+    float decayed(float p, float g) const { return weight_decay == 0.0f ? g : fused(weight_decay, p, g); }
     HYTRAIN_INLINE float step(float p, float g, const Moments<SGD, float> &, const Moments<SGD, float> &,
                               int64_t) const {
-        return std::fma(neg_lr, decayed(p, g), p);
+        return fused(neg_lr, decayed(p, g), p);
     }
 };
 
 struct SGDMomentum : SGD {
     static constexpr int moments = 1;  // momentum_buffer
+    using Tail = SGDMomentum;
     float keep, mix, ahead;
 
     HYTRAIN_INLINE float step(float p, float g, const Moments<SGDMomentum, float> &from,
                               const Moments<SGDMomentum, float> &to, int64_t i) const {
         const float d = decayed(p, g);
-        const float b = keep == 0.0f ? d : std::fma(mix, d, from[0][i] * keep);
+        const float b = keep == 0.0f ? d : fused(mix, d, from[0][i] * keep);
         to[0][i] = real(canonical(bits(b)));
-        return std::fma(neg_lr, ahead == 0.0f ? b : std::fma(ahead, b, d), p);
+        return fused(neg_lr, ahead == 0.0f ? b : fused(ahead, b, d), p);
     }
 };
 
 struct Lion {
     static constexpr int moments = 1;  // exp_avg
+    using Tail = Lion;
     float factor, beta1, mix1, beta2, mix2, decay, neg_lr;
 
     HYTRAIN_INLINE float step(float p, float g, const Moments<Lion, float> &from, const Moments<Lion, float> &to,
@@ -208,8 +225,8 @@ struct Lion {
         const float m_old = from[0][i];
         const float c = m_old * beta1 + g * mix1;
         const float sign = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : 0.0f;  // torch's sign of a NaN is 0, too
-        to[0][i] = real(canonical(bits(std::fma(mix2, g, m_old * beta2))));
-        return std::fma(neg_lr, sign, p * decay);
+        to[0][i] = real(canonical(bits(fused(mix2, g, m_old * beta2))));
+        return fused(neg_lr, sign, p * decay);
     }
 };
 
@@ -417,8 +434,15 @@ void update_range(State<Rule, Weight, Moment> from, const Grad *grads, State<Rul
 constexpr int64_t block = 4096;
 
 template <class Rule, class Weight, class Grad, class Moment>
-void update(const Planes *from, const void *grads, const Planes *to, int64_t numel, const void *scalars,
-            const Elements *elements, int threads) {
+void update(const Planes *from, const void *grads, const Planes *to, int64_t numel, int64_t in_vectors,
+            const void *scalars, const Elements *elements, int threads) {
+    using Tail = typename Rule::Tail;
+    const int64_t all = numel;
+    if (!std::is_same<Rule, Tail>::value) numel = in_vectors;
+    for (int64_t at = numel; at < all; at += strip)
+        update_strip(from->as<Tail, Weight, Moment>().at(at), static_cast<const Grad *>(grads) + at,
+                     to->as<Tail, Weight, Moment>().at(at), at + strip < all ? strip : all - at,
+                     *static_cast<const Tail *>(scalars), elements->at(at));
     const Rule rule = *static_cast<const Rule *>(scalars);
     const int64_t blocks = (numel + block - 1) / block;
 #pragma omp parallel for schedule(static) num_threads(threads) if (blocks > 1)
@@ -443,8 +467,8 @@ extern "C" {
 
 #define HYTRAIN_UPDATE(name, Rule, Weight, Grad, Moment)                                                  \
     void hytrain_##name(const Planes *from, const void *grads, const Planes *to, int64_t numel,           \
-                        const void *scalars, const Elements *elements, int threads) {                     \
-        update<Rule, Weight, Grad, Moment>(from, grads, to, numel, scalars, elements, threads);           \
+                        int64_t in_vectors, const void *scalars, const Elements *elements, int threads) { \
+        update<Rule, Weight, Grad, Moment>(from, grads, to, numel, in_vectors, scalars, elements, threads); \
     }
 #define HYTRAIN_STATES(name, Rule, Weight, Grad)                    \
     HYTRAIN_UPDATE(name##_float32, Rule, Weight, Grad, float)       \
@@ -456,7 +480,7 @@ extern "C" {
     HYTRAIN_STATES(name##_float16_float16, Rule, fp16, fp16)                \
     HYTRAIN_STATES(name##_float32_bfloat16, Rule, float, bf16)              \
     HYTRAIN_STATES(name##_float32_float32, Rule, float, float)
-HYTRAIN_RULE(adamw, AdamW)
+HYTRAIN_RULE(adamw, Adam<false>)
 HYTRAIN_RULE(sgd, SGD)
 HYTRAIN_RULE(sgd_momentum, SGDMomentum)
 HYTRAIN_RULE(lion, Lion)

@@ -61,7 +61,7 @@ class Pass:
         has_remainder = self.writes_weights and plane_dtype("remainder", self.segment) is not None
         assert (remainder is not None) is has_remainder, "or the weights would be rounded"
         moments = [moment for index in _MOMENTS_AT[self.segment.rule] if (moment := state[index]) is not None]
-        elements = Elements(self.segment.key, self.segment.start + start)
+        elements = Elements.of(self.segment, start)
         if grads.is_cuda:
             from hytrain.kernels import gpu
 

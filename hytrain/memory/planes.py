@@ -80,8 +80,11 @@ class ArenaPlanes:
 
     def state(self, plane: str) -> list[Tensor | None]:
         """A state plane's segments, mapped at the first call. The optimizer must be done with the layer."""
-        whole, handles = self._whole(), self._file.layout.handles
-        return [self._view(whole, handles[bank_plane(plane, bank)][index]) for index, bank in enumerate(self.banks)]
+        return [self.part(plane, index) for index in range(len(self.banks))]
+
+    def part(self, plane: str, index: int) -> Tensor | None:
+        """One segment of a state plane."""
+        return self._view(self._whole(), self._file.layout.handles[bank_plane(plane, self.banks[index])][index])
 
     def hold_gradients(self, *, gently: bool = True) -> None:
         """Give `grads` memory, and pin it. Raises `CapacityError` if that cannot be."""
@@ -194,6 +197,9 @@ class DevicePlanes:
 
     def state(self, plane: str) -> list[Tensor | None]:
         return self._planes[plane]
+
+    def part(self, plane: str, index: int) -> Tensor | None:
+        return self._planes[plane][index]
 
     def update(
         self, index: int, grads: Tensor, scalars: Scalars, host: Backend | None = None, verdict: Tensor | None = None

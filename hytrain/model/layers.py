@@ -2,6 +2,7 @@
 
     model ─▶ blocks (children of the largest ModuleList or Sequential)     one layer each
           ─▶ parameters before and after the blocks                        bucketed, in registration order
+          ─▶ of hundreds of tiny blocks, several together                  one layer
           ─▶ anything above the size bound                                 cut into layers with their own IDs, or, if
                                                                            it is updated as a whole, a layer
 
@@ -22,6 +23,7 @@ from torch import nn
 
 from hytrain.errors import UnsupportedError
 from hytrain.kernels.rounding import key_of
+from hytrain.kernels.torch_backend import vectors
 from hytrain.model import fsdp
 from hytrain.model.parts import roots
 from hytrain.tensors import is_dense, is_plain, local
@@ -33,6 +35,8 @@ MIN_PIECE_NUMEL: Final = 1 << 22
 MAX_PIECE_NUMEL: Final = 1 << 27
 #: A model without blocks is cut into about this many layers.
 FALLBACK_LAYERS: Final = 16
+#: Each layer costs messages in each step. So of more blocks than this, small ones share layers.
+MANY_BLOCKS: Final = 256
 
 #: What wrappers of modules add to names, and torch's distributed checkpoints remove.
 WRAPPERS: Final = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
@@ -103,6 +107,7 @@ class ModelLayer:
                 rule=rules[group],
                 shape=tuple(parameter.shape) if is_matrix else (),
                 by_columns=is_matrix and not local(parameter).is_contiguous(),
+                **vectors()._asdict(),
             )
 
         return messages.Layer(
@@ -120,24 +125,28 @@ def split_layers(
     that HyTrain cannot train.
     """
     blocks = find_blocks(model)
-    waiters = _waiters(model, blocks)
+    names = {id(block): "" for block in blocks}
+    names.update((id(module), name) for name, module in model.named_modules() if id(module) in names)
+    waiters = _waiters(model, names)
     seen: set[int] = set()
     runs: list[tuple[nn.Module | None, str, list[Piece]]] = []
     for module_name, module in model.named_modules():
         waiter = waiters[id(module)][0]
-        block = waiter if any(waiter is known for known in blocks) else None
+        block = waiter if id(waiter) in names else None
         for name, parameter in module.named_parameters(module_name, recurse=False):
             if id(parameter) not in managed or id(parameter) in seen or local(parameter).numel() == 0:
                 continue
             seen.add(id(parameter))
             _refuse(name, parameter)
             if not runs or runs[-1][0] is not block:
-                runs.append((block, _run_name(model, block, name), []))
+                run_name = name.rpartition(".")[0] or name if block is None else names[id(block)]
+                runs.append((block, run_name, []))
             runs[-1][2].append(Piece(parameter, name, 0, local(parameter).numel()))
     total = sum(piece.numel for _, _, pieces in runs for piece in pieces)
     bound = piece_numel or _default_bound(total, [pieces for block, _, pieces in runs if block is not None])
+    least = total // MANY_BLOCKS if len(runs) > MANY_BLOCKS else 0
     layers: list[ModelLayer] = []
-    for _, run_name, pieces in runs:
+    for run_name, pieces in _joined([(name, pieces) for _, name, pieces in runs], least):
         buckets = list(_buckets(pieces, bound, whole))
         for index, bucket in enumerate(buckets):
             name = run_name if len(buckets) == 1 else f"{run_name}#{index}"
@@ -186,10 +195,16 @@ def _refuse(name: str, parameter: nn.Parameter) -> None:
         raise UnsupportedError(f"parameter {name} overlaps itself or has gaps: replace it by its .contiguous() copy")
 
 
-def _run_name(model: nn.Module, block: nn.Module | None, parameter_name: str) -> str:
-    if block is None:
-        return parameter_name.rpartition(".")[0] or parameter_name
-    return next(str(name) for name, module in model.named_modules() if module is block)
+def _joined(runs: list[tuple[str, list[Piece]]], least: int) -> Iterator[tuple[str, list[Piece]]]:
+    """The runs, of which neighbours are one until they have `least` elements."""
+    names, pieces, numel = list[str](), list[Piece](), 0
+    for index, (name, more) in enumerate(runs, 1):
+        names.append(name)
+        pieces += more
+        numel += sum(piece.numel for piece in more)
+        if numel >= least or index == len(runs):
+            yield names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}", pieces
+            names, pieces, numel = [], [], 0
 
 
 def _default_bound(total: int, blocks: list[list[Piece]]) -> int:
@@ -201,15 +216,16 @@ def _default_bound(total: int, blocks: list[list[Piece]]) -> int:
 
 def _buckets(pieces: list[Piece], bound: int, whole: Collection[int]) -> Iterator[list[Piece]]:
     """Group pieces up to `bound` elements. A single piece above it is cut into nearly equal parts, if it may be."""
-    bucket: list[Piece] = []
+    bucket, numel = list[Piece](), 0
     for piece in pieces:
-        if bucket and sum(other.numel for other in bucket) + piece.numel > bound:
+        if bucket and numel + piece.numel > bound:
             yield bucket
-            bucket = []
+            bucket, numel = [], 0
         if piece.numel > bound and id(piece.parameter) not in whole:
             yield from ([part] for part in _cut(piece, bound))
         else:
             bucket.append(piece)
+            numel += piece.numel
     if bucket:
         yield bucket
 
@@ -221,12 +237,12 @@ def _cut(piece: Piece, bound: int) -> Iterator[Piece]:
         yield Piece(piece.parameter, piece.name, start, min(size, piece.numel - start))
 
 
-def _waiters(model: nn.Module, blocks: list[nn.Module]) -> dict[int, list[nn.Module]]:
-    """By module id, the modules that wait for its parameters: each block that contains it, or else itself."""
+def _waiters(model: nn.Module, blocks: Collection[int]) -> dict[int, list[nn.Module]]:
+    """By module id, the modules that wait for its parameters: each of the `blocks` that contains it, or else itself."""
     waiters: dict[int, list[nn.Module]] = {}
 
     def walk(module: nn.Module, block: nn.Module | None) -> None:
-        block = next((known for known in blocks if known is module), block)
+        block = module if id(module) in blocks else block
         waiting = waiters.setdefault(id(module), [])
         reader = module if block is None else block  # not `or`: a compiled module has no truth value
         if all(waiter is not reader for waiter in waiting):

@@ -7,14 +7,13 @@ Ranks of one pipeline stage train the same parameters, and share them out by the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import nn
 
-from hytrain.errors import UnsupportedError, UsageError
+from hytrain.errors import UnsupportedError, UsageError, warn
 from hytrain.run.ranks import Ranks
 from hytrain.tensors import is_distributed, local
 
@@ -53,7 +52,7 @@ def counted_here(ranks: Ranks, stage: int, named: Named, hyper: Sequence[tuple[o
     everyones = ranks.gather(sums)
     others = {part: rank for part in sums if (rank := first[stage, part]) != ranks.rank}
     if differing := [part[0] for part, rank in others.items() if everyones[rank][part] != sums[part]]:
-        warnings.warn(_COPIES.format(differing[0], ranks.rank), stacklevel=6)
+        warn(_COPIES.format(differing[0], ranks.rank))
     return {identity for identity, part in parts.items() if first[stage, part] == ranks.rank}
 
 

@@ -244,6 +244,11 @@ class TrainedLayer:
         assert self.planes is not None, "a layer that takes part has a placement"
         return self.planes.state(plane)
 
+    def part(self, plane: str, index: int) -> Tensor | None:
+        """Segment `index` of it. All of them would be more views than a caller for one segment needs."""
+        assert self.planes is not None, "a layer that takes part has a placement"
+        return self.planes.part(plane, index)
+
     def device_planes(self, *, fresh: bool = True) -> DevicePlanes:
         """Allocate the layer's state on the GPU. Raises `torch.OutOfMemoryError`."""
         return DevicePlanes(self.spec.segments, self.weights, fresh=fresh)

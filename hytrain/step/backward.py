@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from hytrain.errors import NonFiniteGradients, UsageError
+from hytrain.errors import NonFiniteGradients, UsageError, warn
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import scalars
 from hytrain.memory.clock import Stream

@@ -441,7 +441,7 @@ def _first_copies(layer: TrainedLayer, arena: ArenaPlanes, now: Placement) -> li
     copies = [(into, weights) for into, weights in pairs if not weights.is_meta]
     for index, (segment, weights) in enumerate(zip(layer.segments, first, strict=True)):
         if segment.spec.dtype == "float16" and not weights.is_meta:
-            master = arena.state("remainder")[index]
+            master = arena.part("remainder", index)
             assert master is not None, "a float16 segment has a master"
             copies.append((master, weights.float()))
     return copies

@@ -173,7 +173,8 @@ class Masters:
                     )
                 if (now.shape, now.stride()) != (own.shape, own.stride()):
                     raise UsageError(
-                        f"{known.name} has another shape or other strides now: set .data to a contiguous tensor"
+                        f"{known.name} has another shape or other strides now: set .data to a tensor laid out as "
+                        "before, and call model.to(memory_format=…) before hytrain.AdamW is made"
                     )
                 if present.count(address(now)) > 1:
                     raise UsageError(
@@ -193,7 +194,7 @@ class Masters:
         copies: list[Copy] = []
         for known in parameters:
             for layer, index in known.places:
-                segment, remainder = layer.segments[index], layer.state("remainder")[index]
+                segment, remainder = layer.segments[index], layer.part("remainder", index)
                 if remainder is not None:
                     (fit_remainder if keep_remainder else clear_remainder)(remainder, layer.values[index])
                 if layer.keeps_weights and layer.values[index] is segment.weights:

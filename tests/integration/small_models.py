@@ -1,7 +1,6 @@
 """Small models, their batches and losses.
 
-All sizes are multiples of 16 elements: torch's fused AdamW computes the rest of a tensor in another way. Transformers
-is imported where it is needed, as that takes as long as many a test.
+Transformers is imported where it is needed, as that takes as long as many a test.
 """
 
 from __future__ import annotations

@@ -349,7 +349,7 @@ def test_the_same_bits_as_torch(name: str, two_ranks: RankGroup) -> None:
 
 
 def compare_wider(name: str) -> None:
-    """Each of eight ranks has a multiple of 16 elements, too."""
+    """Each of eight ranks has a part of each parameter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded_models, "WIDTH", 16 * dist.get_world_size())
         compare(name)

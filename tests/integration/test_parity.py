@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LR, adamw, differing, same_as_torch, train, weights
+from helpers import LR, adamw, differing, same_as_torch, state, train, weights
 from small_models import gpt2, in_parts, llama, perceptron, vectors
 from torch import nn
 from variants import every_second
 
 import hytrain
+from hytrain.memory import visits
 
 STEPS = 100
 
@@ -128,3 +129,44 @@ def test_half_of_the_layers_in_each_precision() -> None:
 
     with torch.autocast("cpu", torch.bfloat16):
         same_as_torch(lambda model, opt: train(model, opt, range(20), in_parts), mixed, k=0.4)
+
+
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.5, "max_grad_norm": 0.1}, {"policy": "random"}], ids=str)
+def test_hundreds_of_tiny_blocks(options: dict[str, Any]) -> None:
+    """They share layers, and none of their tensors fills torch's vectors."""
+
+    def run(model: nn.Module, opt: Any) -> Any:
+        losses = []
+        for step in range(4):
+            x = vectors(step, 3)
+            for block in model:  # not through the model
+                x = x + block(x)
+            x.square().mean().backward()
+            if not isinstance(opt, hytrain.AdamW) and "max_grad_norm" in options:
+                nn.utils.clip_grad_norm_(model.parameters(), options["max_grad_norm"])
+            opt.step()
+            opt.zero_grad()
+            losses.append(x.sum().item())
+        if isinstance(opt, hytrain.AdamW):
+            assert len(opt._session.layers) < 300
+        return losses
+
+    same_as_torch(run, lambda: perceptron(3, 600), **options)
+
+
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.5}, {"k": 0.0, "visit": 0.5}, {"k": 1.0}], ids=str)
+def test_parameters_in_pieces_have_one_tail(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elements that do not fill torch's vectors are rounded in another way: at the end of the whole tensor alone."""
+    monkeypatch.setattr(visits, "SLOT_NUMEL", 128)
+
+    def run(model: nn.Module, opt: Any) -> Any:
+        if isinstance(opt, hytrain.AdamW):
+            assert len(opt._session.layers) > 10
+        losses = train(model, opt, range(8), lambda model, step: model(vectors(step, 37)).square().mean())
+        return losses, {name: tensor.tolist() for name, tensor in state(opt).items()}
+
+    def linear() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(37, 41)
+
+    same_as_torch(run, linear, weight_decay=0.1, **options)

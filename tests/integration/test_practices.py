@@ -8,33 +8,89 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import Reference, adamw, differing, same_as_torch, train, weights
+from helpers import Reference, adamw, differing, opened, same_as_torch, train, weights
 from small_models import llama, perceptron, square_loss, vectors
 from torch import nn
 
 import hytrain
-from hytrain.errors import UsageError
+from hytrain.errors import UnsupportedError, UsageError
+from hytrain.optim import TorchsOptions
 
-#: How torch's AdamW computes, or what HyTrain has no counterpart of.
-NOT_OFFERED = {"amsgrad", "foreach", "capturable", "differentiable", "fused"}
+#: What HyTrain has no counterpart of.
+NOT_OFFERED = {"amsgrad", "capturable", "differentiable"}
 
 
 def test_arguments_and_defaults_are_torchs() -> None:
     theirs = dict(inspect.signature(torch.optim.AdamW).parameters)
     ours = inspect.signature(hytrain.AdamW).parameters
-    assert theirs.keys() - {"params"} - ours.keys() == NOT_OFFERED
+    assert theirs.keys() - {"params"} - ours.keys() - TorchsOptions.__annotations__.keys() == set()
     for name in theirs.keys() & ours.keys():
         assert ours[name].default == theirs[name].default, name
 
 
 def test_what_is_not_offered_is_refused() -> None:
     for option in NOT_OFFERED:
-        with pytest.raises(TypeError, match=option):
+        with pytest.raises(UnsupportedError, match=option):
             hytrain.AdamW(perceptron(), **{option: True})
+    with pytest.raises(TypeError, match="no option 'nesterov'"):
+        hytrain.AdamW(perceptron(), nesterov=True)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD"])
+def test_torchs_own_options_are_taken(kind: str) -> None:
+    """At all of torch's own defaults, and with what chooses among torch's implementations; in groups, too."""
+    theirs, ours = perceptron(), perceptron()
+    parameters = inspect.signature(getattr(torch.optim, kind)).parameters.values()
+    defaults = {known.name: known.default for known in parameters if known.default is not inspect.Parameter.empty}
+    defaults.pop("decoupled_weight_decay", None)
+    train(theirs, getattr(torch.optim, kind)(theirs.parameters(), fused=kind != "SGD"), range(3), square_loss)
+    for options in (defaults, {"fused": True}, {"foreach": True}, {"fused": False, "foreach": False}):
+        ours = perceptron()
+        groups = [{"params": ours[:2].parameters(), **options}, {"params": ours[2:].parameters()}]
+        with opened(getattr(hytrain, kind), ours, groups, k=0.5, **options) as opt:
+            train(ours, opt, range(3), square_loss)
+            opt.synchronize()
+            assert differing(weights(ours), weights(theirs)) == [], options
+
+
+def test_an_empty_group_stays(tmp_path: Path) -> None:
+    """As with torch, whose schedulers have one function for each group, and whose state has it, too."""
+
+    def groups(model: Any) -> list[dict[str, Any]]:
+        return [
+            {"params": [], "lr": 0.3},
+            {"params": list(model[:2].parameters())},
+            {"params": [], "weight_decay": 0.0},
+            {"params": list(model[2:].parameters()), "lr": 3e-3},
+        ]
+
+    def run(model: Any, opt: Any, first: int = 0) -> list[float]:
+        rates = [lambda step, index=index: 0.9 ** (step * index) for index in range(4)]
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, rates)
+        train(model, opt, range(first, first + 4), square_loss, scheduler=schedule)
+        return [group["lr"] for group in opt.param_groups]
+
+    theirs, ours, again = (perceptron() for _ in range(3))
+    reference = Reference(theirs, groups(theirs), lr=1e-2)
+    rates = run(theirs, reference)
+    with adamw(ours, groups(ours), k=0.5) as opt:
+        assert run(ours, opt) == rates
+        opt.save(tmp_path)
+        opt.load(tmp_path)
+        reference.load_state_dict(opt.state_dict())
+        opt.add_param_group({"params": []})
+        train(ours, opt, [9], square_loss)
+    again.load_state_dict(theirs.state_dict())
+    with adamw(again, groups(again), k=0.5) as opt:
+        opt.load_state_dict(reference.state_dict())
+        train(again, opt, [9], square_loss)
+        opt.synchronize()
+        assert differing(weights(again), weights(ours)) == []
 
 
 def test_processes_that_are_forked_after_the_import_can_use_cuda() -> None:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import LR, adamw, differing, same_as_torch, train, weights
@@ -95,6 +98,11 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"overlap": "no"}, "overlap is 'no': True or False"),
     ({"lr": -1.0}, "lr"),
     ({"lr": "1e-3"}, "lr is '1e-3': a number"),
+    ({"lr": Fraction(1, 1000)}, r"lr is Fraction\(1, 1000\): a number"),
+    ({"lr": np.array(1e-3)}, r"lr is array\(0\.001\): a number"),
+    ({"betas": (0.9, 0.99, 0.999)}, r"betas is \(0\.9, 0\.99, 0\.999\): two numbers"),
+    ({"fused": True, "foreach": True}, "fused and foreach cannot be True together"),
+    ({"fused": "yes"}, "fused is 'yes': True, False or None"),
     ({"param_groups": 3e-4}, "the second argument is param_groups: write lr=0.0003"),
     ({"betas": (0.9, 1.0)}, "betas"),
     ({"maximize": "yes"}, "maximize is 'yes'"),
@@ -131,17 +139,25 @@ def test_parameter_groups() -> None:
     parameters = list(model.parameters())
     for group, sentence in (
         ({"amsgrad": True}, "no option 'amsgrad'"),
+        ({"capturable": True}, "no option 'capturable'"),
         ({"lr": torch.tensor(1e-3)}, "tensor learning rates"),
         ({"params": [*parameters, nn.Parameter(torch.zeros(3))]}, "that the model does not have"),
     ):
         with pytest.raises(UnsupportedError, match=sentence):
             hytrain.AdamW(model, [{"params": parameters, **group}])
+    for kind, name in ((hytrain.AdamW, "amsgrad"), (hytrain.Adam, "decoupled_weight_decay"), (hytrain.SGD, "fused")):
+        sentence = f"hytrain.{kind.__name__} has no option '{name}'"
+        with pytest.raises(UnsupportedError, match=sentence) if name != "fused" else nullcontext():
+            kind(model, **{name: True}).close()
+    for kind in (hytrain.Lion, hytrain.Muon):
+        with pytest.raises(TypeError, match=f"hytrain.{kind.__name__} has no option 'foreach'"):
+            kind(model, foreach=True)
 
 
 def test_keys_of_others_in_parameter_groups() -> None:
     """Schedulers keep their numbers in groups."""
     model = perceptron()
-    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr_scale": 0.5, "foreach": None}]
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters(), "lr_scale": 0.5, "foreach": None, "fused": True}]
     groups.append({"params": model[1].parameters(), "name": "second"})
     with adamw(model, param_groups=groups) as opt:
         schedule = torch.optim.lr_scheduler.OneCycleLR(opt, [LR, LR], total_steps=10)
@@ -221,6 +237,12 @@ def parameter_taken_out_of_its_group(model: Any, opt: hytrain.AdamW) -> None:
     square_loss(model, 0).backward()
 
 
+def channels_last(model: Any, opt: hytrain.AdamW) -> None:
+    """What `model.to(memory_format=torch.channels_last)` does to a convolution, here to a matrix."""
+    model[0][0].weight.data = model[0][0].weight.data.t().contiguous().t()
+    square_loss(model, 0).backward()
+
+
 def a_group_too_many(model: Any, opt: hytrain.AdamW) -> None:
     opt.param_groups = [*opt.param_groups, {**opt.param_groups[0], "params": []}]
     square_loss(model, 0).backward()
@@ -271,10 +293,29 @@ PRACTICES: list[tuple[str, Practice, str]] = [
     ("moments edited", lambda model, opt: opt.state[model[0][0].weight]["exp_avg"].zero_(), r"opt\.state is empty"),
     ("parameter taken out of its group", parameter_taken_out_of_its_group, r"requires_grad_\(False\)"),
     ("a group too many", a_group_too_many, "use add_param_group"),
+    ("channels_last", channels_last, r"other strides now: .*call model\.to\(memory_format=…\) before"),
     (
         "momentum that goes to one",
         lambda model, opt: (opt.param_groups[0].update(betas=(1.0, 0.999)), square_loss(model, 0).backward()),
         r"betas in opt\.param_groups are \(1\.0, 0\.999\)",
+    ),
+    *(
+        (
+            f"{name} that is {value!r}",
+            lambda model, opt, name=name, value=value: (
+                opt.param_groups[0].update({name: value}),
+                square_loss(model, 0).backward(),
+            ),
+            sentence,
+        )
+        for name, value, sentence in (
+            ("lr", "1e-3", r"in opt\.param_groups, lr is '1e-3': a number"),
+            ("lr", Fraction(1, 1000), r"in opt\.param_groups, lr is Fraction"),
+            ("lr", np.array(1e-3), r"in opt\.param_groups, lr is array\(0\.001\): a number"),
+            ("lr", torch.tensor(1e-3), r"in opt\.param_groups, tensor learning rates"),
+            ("betas", (0.9, 0.99, 0.999), r"in opt\.param_groups, betas is .*two numbers"),
+            ("maximize", "no", r"in opt\.param_groups, maximize is 'no'"),
+        )
     ),
     ("create_graph", lambda model, opt: square_loss(model, 0).backward(create_graph=True), "create_graph"),
     ("scaler", use_a_scaler, 'loss_scale="dynamic" .*without a GradScaler'),

@@ -26,7 +26,19 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers import DEADLINE_S, LR, Reference, adamw, differing, keep, saved_and_loaded, state, train, weights
+from helpers import (
+    DEADLINE_S,
+    LR,
+    Reference,
+    adamw,
+    differing,
+    keep,
+    opened,
+    saved_and_loaded,
+    state,
+    train,
+    weights,
+)
 from programs import train_recipe, write_recipe
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -731,6 +743,15 @@ def test_the_state_of_another_algorithm_is_refused() -> None:
         train(model, adam, range(2), square_loss)
         opt.load_state_dict(adam.state_dict())  # without decay the two are one
         assert differing(state(opt), state(adam)) == []
+        odd = saved_and_loaded(adam.state_dict())
+        odd["state"][3]["step"] = torch.tensor(3.5)
+        with pytest.raises(ConfigError, match=r"a step in the loaded state is 3\.5: whole numbers"):
+            opt.load_state_dict(odd)
+        assert differing(state(opt), state(adam)) == []
+    with opened(hytrain.Adam, perceptron(), weight_decay=0.1) as opt:
+        with pytest.raises(ConfigError, match=r"not of Adam: go on with hytrain\.AdamW"):
+            opt.load_state_dict(torch.optim.AdamW(parameters, weight_decay=0.1).state_dict())
+        opt.load_state_dict(torch.optim.Adam(parameters, weight_decay=0.1).state_dict())
 
 
 Options = dict[str, bool]
