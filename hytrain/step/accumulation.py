@@ -70,6 +70,10 @@ class Accumulation:
         self._sums.begin()
         return not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
 
+    def expects(self, ended: int) -> bool:
+        """Whether more backwards were announced than the `ended` ones of this step."""
+        return self._goes_on() or ended < self._backwards
+
     def add(self, parameter: TrainedParameter) -> None:
         """Move the parameter's gradient into its sum."""
         gradient = parameter.gradient()

@@ -335,14 +335,24 @@ class Backward:
         if self._health.life.state in IN_BACKWARD and not self._ends_by_itself:
             self.end()
 
-    def commit(self) -> bool:
-        """`step()` was called: send off what backward did not. Returns False if there was no gradient."""
+    def begin_summed(self) -> None:
+        """No more backwards come in this step. If fewer than were announced have come, its updates begin now."""
         life = self._health.life
-        if life.state is State.SUMMED:  # fewer backwards than were announced
+        if life.state is State.SUMMED:
             self._begin_step()
             life.on(Event.STEP)
             with self._health.undivided("the update of layers"):
                 self.end()
+
+    def norm(self) -> Tensor | None:
+        """The norm of the step's gradients, all of which have come: without overlap, no verdict has been made yet."""
+        waiting = [layer for layer in self._layers if layer.filled]
+        return self._verdicts.norm_of(waiting) if waiting and self._verdicts.awaited else self._verdicts.grad_norm
+
+    def commit(self) -> bool:
+        """`step()` was called: send off what backward did not. Returns False if there was no gradient."""
+        life = self._health.life
+        self.begin_summed()
         if life.state is State.IDLE:
             self._verdicts.take_part(life.step)
             return False
