@@ -38,6 +38,7 @@ import hytrain
 from hytrain.checks import groups_for_torch
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.extras import needed
+from hytrain.model.watched import unwatched
 from hytrain.optim import Optimizer
 
 with needed("hytrain.integrations.accelerate", "hytrain[hf]"):
@@ -87,6 +88,14 @@ class Adopted(Optimizer):
     def save_beside(self, checkpoint: Path) -> None:
         """Write the state that the optimizer's own file in this checkpoint lacks."""
         self.save(checkpoint / self.folder)
+
+    def norm(self) -> Tensor | None:
+        """The norm of this step's gradients before clipping, 0 if there are none; None if HyTrain computes none.
+
+        A backward that has left its graph only sums: the updates begin here, as they would in `step()`.
+        """
+        with torch.no_grad(), unwatched():
+            return self._engine.norm_before_step()
 
     def trains(self, model: object) -> bool:
         """Whether it was made for this model."""
@@ -191,7 +200,7 @@ class _Hooks:
     ) -> Tensor | None:
         """Accelerate's own clipping. For HyTrain's parameters, which are clipped already, their norm before that.
 
-        It is None if HyTrain does not compute a norm.
+        It is None if HyTrain does not compute a norm. Raises `UsageError` between the micro-batches of a step.
         """
         asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for opt in self._present():
@@ -202,7 +211,7 @@ class _Hooks:
                     f"clip_grad_norm_ to {max_norm} comes too late for HyTrain, which clips to "
                     f"{opt.max_grad_norm}: pass max_grad_norm={max_norm} where the optimizer is made"
                 )
-            return opt.grad_norm
+            return opt.norm()
         accelerator = self._accelerator()
         assert accelerator is not None, "its method was called"
         norm: Tensor | None = type(accelerator).clip_grad_norm_(accelerator, asked, max_norm, norm_type)

@@ -5,7 +5,8 @@
     trainer.train()
 
 The optimizer follows the training arguments: `optim`, learning rate, betas, epsilon, weight decay and the parameters
-without it, `max_grad_norm`. What the Trainer calls:
+without it, `max_grad_norm`. A subclass that makes an optimizer in its own way makes one, of which HyTrain takes the
+parameters and numbers: all of them, or `adopt` refuses. What the Trainer calls:
 
     Trainer ── clip_grad_norm_ ──▶ accelerator   returns opt.grad_norm: HyTrain has clipped already
             ── on_log ───────────▶ HyTrainCallback   k, stall, norm, skipped steps
@@ -16,14 +17,17 @@ Under FSDP2, the optimizer's own file or folder in a checkpoint has the state.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import nn
 from torch.optim.optimizer import ParamsT
 
 import hytrain
+from hytrain.checks import groups_for_torch
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.extras import needed
 from hytrain.integrations import accelerate
@@ -41,6 +45,12 @@ ALGORITHMS: Final[dict[str, tuple[type[Optimizer], tuple[str, ...]]]] = {
     OptimizerNames.SGD: (hytrain.SGD, ("lr", "weight_decay")),
     OptimizerNames.LION: (hytrain.Lion, ("lr", "betas", "weight_decay")),
 }
+#: torch's optimizers that a subclass may make, by ours, and how they may compute the same.
+OF_TORCH: Final[dict[type[Optimizer], type[torch.optim.Optimizer]]] = {
+    hytrain.AdamW: torch.optim.AdamW,
+    hytrain.SGD: torch.optim.SGD,
+}
+WAYS: Final = ("fused", "foreach", "capturable", "differentiable", "decoupled_weight_decay")
 #: The training arguments' names of these options.
 NUMBERS: Final = {
     "lr": ("learning_rate",),
@@ -109,7 +119,8 @@ def adopt(trainer: Trainer, param_groups: ParamsT | None = None, **options: Any)
 
     Args:
         trainer: A Trainer without an optimizer. It creates its scheduler as usual.
-        param_groups: Replace the Trainer's two groups, with and without weight decay. As for the optimizer.
+        param_groups: Replace the Trainer's groups, with and without weight decay, or those of a subclass that makes
+            an optimizer in its own way. As for the optimizer; all that the Trainer would train is in them.
         options: HyTrain's own options (`k`, `objective`, `on_nonfinite`, …), or any other of the optimizer's, which
             override the training arguments.
 
@@ -119,7 +130,7 @@ def adopt(trainer: Trainer, param_groups: ParamsT | None = None, **options: Any)
     Raises:
         UnsupportedError: HyTrain cannot follow an argument. Nothing has been started.
     """
-    _refuse(trainer, param_groups)
+    _refuse(trainer)
     if options.get("loss_scale") is not None:
         raise UnsupportedError("the Trainer calls backward by itself, without opt.scale: leave loss_scale out")
     args, model = trainer.args, trainer.model
@@ -134,9 +145,15 @@ def adopt(trainer: Trainer, param_groups: ParamsT | None = None, **options: Any)
         "max_grad_norm": args.max_grad_norm or None,
         "grad_accumulation": args.gradient_accumulation_steps,
     }
-    groups = _groups(model, set(trainer.get_decay_parameter_names(model))) if param_groups is None else param_groups
+    own = _own_groups(trainer, model, optimizer, {option: wanted[option] for option in taken}, param_groups is not None)
+    if param_groups is not None:
+        groups = groups_for_torch(model, param_groups)
+        _require_all(trainer, model, own, groups)
+    else:
+        groups = _groups(model, set(trainer.get_decay_parameter_names(model))) if own is None else own
     opt = accelerate.adopt(trainer.accelerator, model, groups, optimizer=optimizer, **{**wanted, **options})
     trainer.optimizer = opt
+    trainer.create_optimizer = lambda *of, **named: opt  # type: ignore[method-assign]  # a subclass might make another one
     read = {name: getattr(args, name) for option, each in names.items() if option not in options for name in each}
     trainer.callback_handler.callbacks.insert(0, HyTrainCallback(opt, read))
     if not trainer.accelerator.is_fsdp2:  # whose checkpoints have the state
@@ -175,7 +192,52 @@ def _groups(model: nn.Module, decays: set[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _refuse(trainer: Trainer, param_groups: ParamsT | None) -> None:
+def _own_groups(
+    trainer: Trainer, model: nn.Module, optimizer: type[Optimizer], given: dict[str, Any], only_parameters: bool
+) -> list[dict[str, Any]] | None:
+    """The groups that a subclass makes in its own way; None for one that leaves that to Trainer.
+
+    Numbers of torch's defaults and of the training arguments, `given`, are left out: options of `adopt` replace them.
+    """
+    makers = ("create_optimizer", "get_optimizer_cls_and_kwargs")
+    if all(getattr(type(trainer), maker) is getattr(Trainer, maker) for maker in makers):
+        return None
+    trainer.create_optimizer()
+    made, trainer.optimizer = trainer.optimizer, None
+    assert made is not None, "train() needs it"
+    if type(made) is not OF_TORCH.get(optimizer) and not only_parameters:
+        name, kind = type(trainer).__name__, type(made).__name__
+        raise UnsupportedError(f"{name} makes an optimizer of its own, {kind}: adopt(trainer, param_groups=…)")
+    known = {id(parameter) for parameter in model.parameters()}
+    if any(p.requires_grad and id(p) not in known for group in made.param_groups for p in group["params"]):
+        raise UnsupportedError(
+            f"{type(trainer).__name__} trains parameters that its model does not have, as a loss may have some. The "
+            "Trainer clips and drops the gradients of its model alone, so theirs would add up, which HyTrain cannot "
+            "follow: freeze them, or give them to the model"
+        )
+    defaults = {name: option.default for name, option in inspect.signature(type(made)).parameters.items()} | given
+    return [
+        {name: value for name, value in group.items() if name not in (*WAYS, "params") and value != defaults.get(name)}
+        | {"params": [parameter for parameter in group["params"] if id(parameter) in known]}
+        for group in made.param_groups
+    ]
+
+
+def _require_all(
+    trainer: Trainer, model: nn.Module, own: list[dict[str, Any]] | None, groups: list[dict[str, Any]]
+) -> None:
+    """Raise `UnsupportedError` if `groups` lack a parameter that the Trainer would train."""
+    present = {id(each[1] if isinstance(each, tuple) else each) for group in groups for each in group["params"]}
+    theirs = model.parameters() if own is None else [p for group in own for p in group["params"]]
+    lacking = {id(p) for p in theirs if p.requires_grad} - present
+    for name, parameter in model.named_parameters():
+        if id(parameter) in lacking:
+            raise UnsupportedError(
+                f"param_groups lack {name}, which {type(trainer).__name__} would train: add it, or freeze it"
+            )
+
+
+def _refuse(trainer: Trainer) -> None:
     args = trainer.args
     if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
         raise UnsupportedError("the Trainer has an optimizer already: adopt(trainer) makes it, from its arguments")
@@ -185,10 +247,11 @@ def _refuse(trainer: Trainer, param_groups: ParamsT | None) -> None:
         )
     if args.optim_args and ALGORITHMS[update][0] is not hytrain.AdamW:  # for which the Trainer ignores them, too
         raise UnsupportedError(f"optim_args={args.optim_args!r}: pass them to adopt(trainer, …) as keywords")
-    makers = ("create_optimizer", "get_optimizer_cls_and_kwargs")
-    if param_groups is None and any(getattr(type(trainer), maker) is not getattr(Trainer, maker) for maker in makers):
-        name = type(trainer).__name__
-        raise UnsupportedError(f"{name} makes an optimizer of its own: adopt(trainer, param_groups=…) with its groups")
+    if type(trainer).create_optimizer_and_scheduler is not Trainer.create_optimizer_and_scheduler:
+        raise UnsupportedError(
+            f"{type(trainer).__name__} has its own create_optimizer_and_scheduler: split it into create_optimizer and "
+            "create_scheduler, as adopt(trainer) calls the first"
+        )
     if trainer.model_init is not None:
         raise UnsupportedError("model_init makes the model anew when training begins: pass model=model_init()")
     if getattr(trainer.model, "is_distributed_loading_by_transformers", False):

@@ -6,6 +6,9 @@
     any other use of a parameter        ─▶ Watched, BeforeUse        ─▶ waits for this parameter
     its gradient                        ─▶ OnGradient                ─▶ consumes the gradient
 
+torch's encoder computes in another way in evaluation, its fast path, where it sees neither hooks nor watched
+parameters. It does not see these.
+
 A copy (`copy.deepcopy`) or a saved model (`torch.save`) does not have them: `_OursLeftOut` leaves them out of the
 dictionaries in which torch keeps hooks. In copies that are made otherwise, a hook does nothing: its reference to the
 engine is weak.
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -27,11 +30,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hytrain.model import fsdp
 from hytrain.model.parts import roots
+from hytrain.model.trained import Gate
 from hytrain.model.watched import unwatched, watched_class
 
 if TYPE_CHECKING:
     from hytrain.memory.clock import Mark, Stream
-    from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
+    from hytrain.model.trained import TrainedLayer, TrainedParameter
     from hytrain.step.backward import Backward
     from hytrain.step.engine import Engine
     from hytrain.step.measure import Waited
@@ -65,6 +69,22 @@ class _Hook(Generic[T]):
         return type(self), (None,)
 
 
+class _Uncounted(UserDict[int, Any]):
+    """The hooks of a module while its forward runs: the number is that of all others."""
+
+    def __init__(self, hooks: dict[int, Any]) -> None:
+        self.data = hooks
+
+    def __len__(self) -> int:
+        return sum(not isinstance(hook, _Hook) for hook in self.data.values())
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+
+_FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
+
+
 class BeforeForward(_Hook["Reads"]):
     def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
         super().__init__(reads)
@@ -73,8 +93,22 @@ class BeforeForward(_Hook["Reads"]):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
         reads = self.target
-        if reads is not None and self._gate is not None:
-            reads.enter(self._gate)
+        if reads is None or self._gate is None:
+            return
+        reads.enter(self._gate)
+        if isinstance(module, nn.TransformerEncoderLayer) and not module.training:
+            for name in _FORWARD:
+                hooks = getattr(module, name)
+                setattr(module, name, hooks if isinstance(hooks, _Uncounted) else _Uncounted(hooks))
+
+
+class BeforeEvaluation(BeforeForward):
+    """Pre-hook of torch's encoder: unwatches its first layer, which it looks at."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            super().__call__(module, args)
 
 
 class OnGather(_Hook["Reads"]):
@@ -133,6 +167,10 @@ class AfterForward(_Hook["Reads"]):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, nn.TransformerEncoderLayer):
+            for name in _FORWARD:
+                hooks = getattr(module, name)
+                setattr(module, name, hooks.data if isinstance(hooks, _Uncounted) else hooks)
         reads = self.target
         if reads is not None and self._gate is not None:
             reads.leave(self._gate, output)
@@ -236,6 +274,16 @@ def _dictionaries(module: nn.Module) -> Iterable[OrderedDict[int, Any]]:
     return [vars(module)[name] for name in _KEPT_IN if isinstance(vars(module).get(name), OrderedDict)]
 
 
+def _gate_of_first_layer(encoder: nn.TransformerEncoder, gates: list[tuple[Any, Gate]]) -> Gate:
+    """A gate for the encoder's forward, which looks at its first layer's parameters. Empty if another covers them."""
+    inside, first = {id(module) for module in encoder.layers[0].modules()}, Gate()
+    for reader, gate in gates:
+        if id(reader) in inside:
+            first.layers += gate.layers
+            first.parameters += gate.parameters
+    return first
+
+
 def attach(
     model: nn.Module,
     gates: list[tuple[Any, Gate]],
@@ -262,6 +310,11 @@ def attach(
             hang(reader.register_forward_hook, AfterForward(reads, gate), always_call=True)
         else:
             hang(partial(fsdp.read_by, reader), OnGather(reads, gate))
+    for encoder in (module for module in model.modules() if isinstance(module, nn.TransformerEncoder)):
+        first = _gate_of_first_layer(encoder, gates)
+        if first.layers:
+            hang(encoder.register_forward_pre_hook, BeforeEvaluation(reads, first), prepend=True)
+            hang(encoder.register_forward_hook, AfterForward(reads, first), always_call=True)
     for root in roots(model):
         hang(root.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
         hang(root.register_forward_hook, AfterRoot(reads), always_call=True)

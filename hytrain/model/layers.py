@@ -7,8 +7,9 @@
                                                                            it is updated as a whole, a layer
 
 A layer knows its segments and its readers: the modules whose forward reads it, or FSDP2's parameter groups, whose
-all-gathers do. A tied parameter belongs to the first module that has it, and all modules that have it wait for it.
-Frozen parameters are in no layer. Of a sharded parameter, a layer has this rank's shard.
+all-gathers do. torch's attention reads its children's parameters by itself. A tied parameter belongs to the first
+module that has it, and all modules that have it wait for it. Frozen parameters are in no layer. Of a sharded parameter,
+a layer has this rank's shard.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ FALLBACK_LAYERS: Final = 16
 #: Each layer costs messages in each step. So of more blocks than this, small ones share layers.
 MANY_BLOCKS: Final = 256
 
+#: Modules whose forward may read the parameters of their children without calling these.
+READ_CHILDREN: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 #: What wrappers of modules add to names, and torch's distributed checkpoints remove.
 WRAPPERS: Final = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
 _DTYPE_NAMES: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
@@ -238,11 +241,16 @@ def _cut(piece: Piece, bound: int) -> Iterator[Piece]:
 
 
 def _waiters(model: nn.Module, blocks: Collection[int]) -> dict[int, list[nn.Module]]:
-    """By module id, the modules that wait for its parameters: each of the `blocks` that contains it, or else itself."""
+    """By module id, the modules that wait for its parameters: each block or reader of children that contains it.
+
+    Without one, it is the module itself.
+    """
     waiters: dict[int, list[nn.Module]] = {}
 
     def walk(module: nn.Module, block: nn.Module | None) -> None:
         block = module if id(module) in blocks else block
+        if block is None and isinstance(module, READ_CHILDREN):
+            block = module
         waiting = waiters.setdefault(id(module), [])
         reader = module if block is None else block  # not `or`: a compiled module has no truth value
         if all(waiter is not reader for waiter in waiting):

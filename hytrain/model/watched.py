@@ -6,7 +6,8 @@
 
 HyTrain writes parameters in the background. A watched parameter has a subclass of its own class, whose
 `__torch_function__` calls `Reads.use` before the operation runs: in a list kept from before, in `model.parameters()`,
-in `torch._foreach_` operations. Metadata, gradients and hooks are not its value.
+in `torch._foreach_` operations. Metadata, gradients and hooks are not its value. If other types of tensors take part
+that have a `__torch_function__`, the operation then runs with parameters of their own classes, as torch would do it.
 """
 
 from __future__ import annotations
@@ -68,12 +69,17 @@ class Watched:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with unwatched(), ExitStack() as around:
-            if func not in _HARMLESS:
+            others_answer = any(map(_answers, types))
+            if others_answer or func not in _HARMLESS:
                 found = list(_found_in((*args, *kwargs.values()) if kwargs else args))
-                if not any(isinstance(value, ConsumedGradient) for value in found):  # which refuses by itself
+                consumed = any(isinstance(value, ConsumedGradient) for value in found)  # which refuses by itself
+                if func not in _HARMLESS and not consumed:
                     for parameter in found:
                         around.enter_context(type(parameter).before_use.around(parameter))
                         type(parameter).before_use(parameter)
+                if others_answer:
+                    around.enter_context(_of_plain_classes(found))
+                    around.enter_context(torch._C._EnableTorchFunction())
                 if func == _DATA:
                     return args[0].detach()  # the same tensor, but autograd counts what is written to it
             result = func(*args, **(kwargs or {}))
@@ -108,13 +114,10 @@ class Watched:
     @contextmanager
     def _as_plain(self) -> Iterator[Tensor]:
         """The parameter, for readers that look at its class too."""
-        watched, parameter = type(self), cast(Tensor, self)
-        watched.before_use(parameter)
-        self.__class__ = watched.plain
-        try:
+        parameter = cast(Tensor, self)
+        type(self).before_use(parameter)
+        with _of_plain_classes([self]):
             yield parameter
-        finally:
-            self.__class__ = watched
 
 
 class _WatchedDTensor(Watched):
@@ -144,6 +147,25 @@ def watched_class(plain: type, before_use: BeforeUse) -> type:
     name_space = {"before_use": staticmethod(before_use), "plain": plain, "__module__": plain.__module__}
     base = _WatchedDTensor if hasattr(plain, "to_local") else Watched
     return type(plain)(plain.__name__, (base, plain), name_space)
+
+
+@contextmanager
+def _of_plain_classes(parameters: Iterable[Any]) -> Iterator[None]:
+    """Nobody sees that they are watched: not by their classes, and nothing comes by `__torch_function__`."""
+    classes = [(parameter, type(parameter)) for parameter in parameters if isinstance(parameter, Watched)]
+    for parameter, watched in classes:
+        parameter.__class__ = watched.plain
+    try:
+        yield
+    finally:
+        for parameter, watched in classes:
+            parameter.__class__ = watched
+
+
+def _answers(kind: Any) -> bool:
+    """Whether torch would ask this class: of a watched one, the parameter's own."""
+    own = kind.plain if issubclass(kind, Watched) else kind
+    return own.__torch_function__ is not torch._C._disabled_torch_function_impl
 
 
 def _is_in_place_foreach(func: Any) -> bool:

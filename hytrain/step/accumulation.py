@@ -126,6 +126,10 @@ class Accumulation:
         self._sums.begin()
         return not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
 
+    def expects(self, ended: int) -> bool:
+        """Whether more backwards were announced than the `ended` ones of this step."""
+        return self._goes_on() or ended < self._backwards
+
     def add(self, parameter: TrainedParameter) -> None:
         """A backward that only sums has made a gradient. Autograd has added it to the sum, or it is the first one."""
         if summed(parameter.parameter.grad) is not None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from hytrain.errors import NonFiniteGradients, UsageError, warn
+from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import scalars
 from hytrain.memory.clock import Stream
@@ -341,17 +341,26 @@ class Backward:
         if self._health.life.state in IN_BACKWARD and not self._ends_by_itself:
             self.end()
 
-    def commit(self) -> bool:
-        """`step()` was called: send off what backward did not. Returns False if there was no gradient."""
+    def begin_summed(self, *, by_step: bool = False) -> None:
+        """No more backwards come in this step. If they only summed, its updates begin now; as in torch with `by_step`."""
         life = self._health.life
-        if life.state is State.SUMMED:  # the backwards only summed, so that updates begin now, as in torch
-            if not any(known.has_gradient for known in self._parameters):
-                life.on(Event.DROP)
+        if life.state is State.SUMMED and not any(known.has_gradient for known in self._parameters):
+            life.on(Event.DROP)
         if life.state is State.SUMMED:
             self._begin_step()
             life.on(Event.STEP)
             with self._health.undivided("the update of layers"):
-                self.end(by_step=True)
+                self.end(by_step=by_step)
+
+    def norm(self) -> Tensor | None:
+        """The norm of the step's gradients, all of which have come: without overlap, no verdict has been made yet."""
+        waiting = [layer for layer in self._layers if layer.filled]
+        return self._verdicts.norm_of(waiting) if waiting and self._verdicts.awaited else self._verdicts.grad_norm
+
+    def commit(self) -> bool:
+        """`step()` was called: send off what backward did not. Returns False if there was no gradient."""
+        life = self._health.life
+        self.begin_summed(by_step=True)
         if life.state is State.IDLE:
             self._verdicts.take_part(life.step)
             return False

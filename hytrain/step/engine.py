@@ -57,6 +57,11 @@ from protocol.messages import (
 
 FAILURE_GRACE_S: Final = 2.0
 
+_SUMS: Final = (
+    "the norm of a step's gradients was asked for between its backwards, where torch would clip the sums so far: clip "
+    "after the step's last backward, as with Accelerate `if accelerator.sync_gradients:`"
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -227,6 +232,23 @@ class Engine:
         with self._health.undivided("a handover of layers"):
             self._boundary.begin_plan(life.step)
         self._meter.leave_boundary()
+
+    def norm_before_step(self) -> Tensor | None:
+        """The norm of this step's gradients, 0 if there are none; None if norms are not computed.
+
+        No more backwards come in this step, so the updates of those that only summed begin. Raises `UsageError` if more
+        were announced.
+        """
+        self._health.check()
+        life = self._health.life
+        if life.state is State.SUMMED and self._accumulation.expects(life.ended):
+            raise UsageError(_SUMS)
+        self.backward.begin_by_hand()
+        self.backward.end_outside()
+        self.backward.begin_summed()
+        if life.state is State.COMMITTED:
+            return self.backward.norm()
+        return torch.zeros((), device=self._parameters[0].own.device)
 
     def _check_consumed(self) -> None:
         """Check that backward updated exactly the parameters that `torch.optim.AdamW` would update now."""

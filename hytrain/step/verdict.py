@@ -23,7 +23,7 @@ are complete. No update waits for a verdict.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -140,6 +140,12 @@ class Verdicts:
             self._so_far_on_host[layer.lid] = _number_on_host(norm.is_cuda)
         limit = torch.finfo(norm.dtype).max if self._max_norm is None else self._max_norm * (1 + MARGIN)
         return NormSoFar((self._so_far_on_host[layer.lid], norm), limit)
+
+    def norm_of(self, layers: Iterable[TrainedLayer]) -> Tensor:
+        """The norm of the step's gradients, before its verdict: `add` and `judge` are still to come."""
+        for layer in layers:
+            self.add(layer)
+        return self._unscaled(self._total())
 
     def judge(self, step: int) -> Judgement:
         """All gradients of `step` have come: decide on the device, and start the copy out. `count_last` comes first."""

@@ -318,6 +318,17 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return found
 
 
+def same(one: object, other: object) -> bool:
+    """Whether two results are equal in every bit."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
 def bits(tensor: Tensor) -> Tensor:
     """A tensor's bit patterns."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,62 @@ def test_two_optimizers_in_one_accelerator(tmp_path: Path) -> None:
     resumed, ours = run_two(tmp_path / "ours", ours=True, resume=True)
     assert ours == norms[6:]
     assert differing(resumed, whole) == []
+
+
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 1.0}, {"k": 0.5, "overlap": False}], ids=str)
+def test_the_norm_of_this_step_where_a_backward_leaves_its_graph(options: dict[str, Any]) -> None:
+    """Such a backward only sums, since others may come through the graph. Asked for the norm, the step goes on."""
+
+    def run(opt: Any) -> list[float]:
+        model, norms = accelerator._models[-1], []
+        prepared = accelerator.prepare(opt)
+        for step in range(6):
+            if step != 2:  # which has no gradients
+                loss = square_loss(model, step)
+                accelerator.backward(loss, retain_graph=step % 3 == 0)
+                if step == 3:  # two of one graph
+                    accelerator.backward(loss, retain_graph=True)
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+            prepared.step()
+            prepared.zero_grad()
+        return norms
+
+    accelerator = Accelerator(cpu=True)
+    expected = accelerator.prepare(perceptron())
+    norms = run(torch.optim.AdamW(expected.parameters(), lr=LR, fused=True))
+    model = accelerator.prepare(perceptron())
+    opt = adopt(accelerator, model, lr=LR, max_grad_norm=0.1, **options)
+    assert run(opt) == norms
+    opt.close()
+    assert differing(weights(model), weights(expected)) == []
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_clipping_between_the_micro_batches_of_a_step(announced: bool) -> None:
+    """torch clips sums that are not complete. It is refused, and the step goes on without it."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, expected = accelerator.prepare(perceptron()), perceptron()
+    opt = adopt(accelerator, model, lr=LR, max_grad_norm=0.1)
+    prepared: Any = accelerator.prepare(opt)
+    for step in range(3):
+        with accelerator.accumulate(model) if announced else nullcontext():
+            accelerator.backward(square_loss(model, step))
+            if step < 2:
+                with pytest.raises(UsageError, match="if accelerator.sync_gradients"):
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                assert differing(weights(model), weights(expected)) == []
+            elif announced:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            if step == 2 or announced:
+                prepared.step()
+                prepared.zero_grad()
+    theirs = torch.optim.AdamW(expected.parameters(), lr=LR, fused=True)
+    for step in range(3):
+        (square_loss(expected, step) / 3).backward()
+    torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+    theirs.step()
+    opt.close()
+    assert differing(weights(model), weights(expected)) == []
 
 
 def test_clipping_of_another_model_is_accelerates() -> None:

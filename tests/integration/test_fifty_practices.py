@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import LR, Reference, adamw, bits, differing, late_weights, saved_and_loaded, train, weights
+from helpers import LR, Reference, adamw, differing, late_weights, same, saved_and_loaded, train, weights
 from small_models import perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.nn import functional
@@ -1690,17 +1690,6 @@ def averaged_at_the_end(model: Any, opt: Any) -> object:
 def gate() -> Iterator[threading.Event]:
     with late_weights() as gate:
         yield gate
-
-
-def same(one: object, other: object) -> bool:
-    """Whether two results are equal in every bit."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def refused(row: Row, model: nn.Module, opt: hytrain.AdamW) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hytrain
-from hytrain.errors import UsageError
+from hytrain.errors import UnsupportedError, UsageError
+from hytrain.integrations.lightning import adopt
 
 # It warns of its own ways: few workers for the loaders, parts of torch that are deprecated.
 pytestmark = [pytest.mark.spawns, pytest.mark.filterwarnings("ignore")]
@@ -41,6 +42,8 @@ class Net(lightning.LightningModule):  # type: ignore[misc, name-defined]
     def configure_optimizers(self) -> dict[str, Any]:
         if self.run_dir is None:
             opt = torch.optim.AdamW(self.net.parameters(), lr=1e-2, fused=True)
+        elif self.options.pop("adopted", False):
+            opt = adopt(self, self.net, lr=1e-2, run_dir=self.run_dir, **self.options)
         else:
             opt = hytrain.AdamW(self.net, lr=1e-2, run_dir=self.run_dir, **self.options)
         scheduler = torch.optim.lr_scheduler.StepLR(opt, 4, 0.5)
@@ -81,3 +84,61 @@ def test_its_own_clipping_is_refused(tmp_path: Path) -> None:
         fit(Net(tmp_path), max_epochs=1, gradient_clip_val=1.0)
     clipped = fit(Net(tmp_path / "clipped", max_grad_norm=0.01), max_epochs=1)
     assert clipped == pytest.approx(fit(Net(None), max_epochs=1, gradient_clip_val=0.01), rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+@pytest.mark.parametrize("clipped", [None, 0.05])
+def test_an_adopted_one_follows_the_trainer(accumulated: int, clipped: float | None, tmp_path: Path) -> None:
+    """The last step of an epoch has fewer micro-batches. Some steps are clipped, some are not."""
+    options: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": accumulated, "gradient_clip_val": clipped}
+    ours, theirs = Net(tmp_path, adopted=True, k=0.5), Net(None)
+    assert fit(ours, **options) == fit(theirs, **options)
+    assert all(map(torch.equal, ours.net.state_dict().values(), theirs.net.state_dict().values()))
+
+
+class Changing(lightning.Callback):  # type: ignore[misc, name-defined]
+    """Another number of micro-batches in each epoch, as `GradientAccumulationScheduler` has it."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        trainer.accumulate_grad_batches = trainer.current_epoch + 1
+
+
+def test_another_number_of_micro_batches_in_each_epoch(tmp_path: Path) -> None:
+    ours = fit(Net(tmp_path, adopted=True), max_epochs=4, callbacks=[Changing()])
+    assert ours == fit(Net(None), max_epochs=4, callbacks=[Changing()])
+
+
+class ByHand(Net):
+    """Clips in a loop of its own."""
+
+    def __init__(self, run_dir: Path | None, norm: float, **options: Any) -> None:
+        super().__init__(run_dir, **options)
+        self.automatic_optimization, self.norm = False, norm
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        opt = self.optimizers()
+        loss = super().training_step(batch, index)
+        opt.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(opt, self.norm, "norm")
+        opt.step()
+        return loss
+
+
+def test_a_loop_of_ones_own_that_clips(tmp_path: Path) -> None:
+    ours = fit(ByHand(tmp_path, 0.05, adopted=True, max_grad_norm=0.05), max_epochs=2)
+    assert ours == fit(ByHand(None, 0.05), max_epochs=2)
+    with pytest.raises(UsageError, match="comes too late for HyTrain, which clips to 0.05: .* max_grad_norm=0.1 to ad"):
+        fit(ByHand(tmp_path, 0.1, adopted=True, max_grad_norm=0.05), max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "sentence"),
+    [
+        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, {}, 'algorithm="value" has no counterpart'),
+        ({"gradient_clip_val": 1.0}, {"max_grad_norm": 2.0}, "max_grad_norm=2.0 beside gradient_clip_val=1.0: leave"),
+    ],
+)
+def test_what_it_cannot_follow(trainer: dict[str, Any], options: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=sentence):
+        fit(Net(tmp_path, adopted=True, **options), max_epochs=1, **trainer)

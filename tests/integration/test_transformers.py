@@ -399,12 +399,17 @@ def test_trls_trainers_have_the_bits_of_torchs_adamw(make: Callable[..., Trainer
     assert differing(weights(ours.model), weights(plain.model)) == []
 
 
-# ---------------------------------------------------------------- refusals
+# ---------------------------------------------------------------- trainers with groups of their own
 
 
 class OwnOptimizer(Trainer):
+    """Makes one whenever it is asked: a rate of its own for the embeddings."""
+
     def create_optimizer(self, model: Any = None) -> Any:
-        return super().create_optimizer(model)
+        first, *others = (model or self.model).parameters()
+        groups = [{"params": [first], "lr": 3e-3}, {"params": others, "weight_decay": 0.2}]
+        self.optimizer = torch.optim.AdamW(groups, lr=self.args.learning_rate, fused=True)
+        return self.optimizer
 
 
 class OwnNumbers(Trainer):
@@ -412,6 +417,90 @@ class OwnNumbers(Trainer):
     def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> Any:
         kind, numbers = Trainer.get_optimizer_cls_and_kwargs(args, model)
         return kind, {**numbers, "betas": (0.5, 0.6)}
+
+
+class Loss(nn.Module):
+    """Has the model, and parameters of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.model, self.classifier, self.scale = model, nn.Linear(256, 16), nn.Parameter(torch.ones(16))
+
+    def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+        output = self.model(**inputs)
+        return output.loss + (self.classifier(output.logits) * self.scale).square().mean()
+
+
+class WithLoss(Trainer):
+    """As that of Sentence Transformers: it trains what its loss has, too."""
+
+    def __init__(self, model: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(model, *arguments, **options)
+        self.loss = Loss(model)
+
+    def get_optimizer_cls_and_kwargs(self, args: TrainingArguments, model: Any = None) -> Any:  # type: ignore[override]
+        kind, numbers = Trainer.get_optimizer_cls_and_kwargs(args, self.loss)
+        decays = self.get_decay_parameter_names(self.loss)
+        named = [(name, p) for name, p in self.loss.named_parameters() if p.requires_grad]
+        numbers["optimizer_dict"] = [
+            {"params": [p for name, p in named if name in decays], "weight_decay": args.weight_decay},
+            {"params": [p for name, p in named if name not in decays], "weight_decay": 0.0},
+        ]
+        return kind, numbers
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+        loss = self.loss(inputs)
+        return (loss, {}) if return_outputs else loss
+
+
+@pytest.mark.parametrize("kind", [OwnOptimizer, OwnNumbers, WithLoss])
+def test_a_trainer_that_makes_its_optimizer_in_its_own_way(kind: type[Trainer], tmp_path: Path) -> None:
+    """HyTrain trains what that one would train, with its numbers: the same bits. A loss has what is frozen."""
+
+    def made(name: str) -> Trainer:
+        trainer = make_trainer(gpt2(), tmp_path / name, kind=kind, eval_strategy="no")
+        if isinstance(trainer, WithLoss):
+            trainer.loss.classifier.requires_grad_(False)
+            trainer.loss.scale.requires_grad_(False)
+        set_seed(0)
+        return trainer
+
+    plain = made("plain")
+    plain.train()
+    ours = made("ours")
+    with adopted(ours, k=0.5) as opt, late_weights():
+        ours.train()
+        opt.synchronize()
+        assert history(ours) == history(plain)
+        assert differing(weights(ours.model), weights(plain.model)) == []
+        assert ours.create_optimizer() is opt
+
+
+def test_options_replace_what_the_arguments_have_said(tmp_path: Path) -> None:
+    trainer = make_trainer(gpt2(), tmp_path, kind=OwnOptimizer)
+    with adopted(trainer, lr=5e-3, maximize=True) as opt:
+        first, second = opt.param_groups
+        assert (first["lr"], second["lr"], second["weight_decay"]) == (3e-3, 5e-3, 0.2)
+        assert first["maximize"] and "fused" not in first
+
+
+# ---------------------------------------------------------------- refusals
+
+
+class OwnSchedule(Trainer):
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        raise NotImplementedError
+
+
+class Adagrad(Trainer):
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.Adagrad(self.model.parameters())
+        return self.optimizer
+
+
+def some(model: nn.Module) -> dict[str, Any]:
+    return {"param_groups": list(model.parameters())[:-1]}
 
 
 #: (what the Trainer is made with, what `adopt` is given, the words that help)
@@ -422,8 +511,11 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"bf16_full_eval": True}, {}, "full evaluation in half precision converts the weights"),
     ({"auto_find_batch_size": True}, {}, "auto_find_batch_size goes on after a failed backward"),
     ({"model_init": gpt2}, {}, "model_init makes the model anew"),
-    ({"kind": OwnOptimizer}, {}, "OwnOptimizer makes an optimizer of its own"),
-    ({"kind": OwnNumbers}, {}, "OwnNumbers makes an optimizer of its own"),
+    ({"kind": Adagrad}, {}, "Adagrad makes an optimizer of its own"),
+    ({"kind": OwnSchedule}, {}, "OwnSchedule has its own create_optimizer_and_scheduler: split it into"),
+    ({"kind": WithLoss}, {}, "WithLoss trains parameters that its model does not have, as a loss may have some"),
+    ({"kind": WithLoss}, {"param_groups": some}, "WithLoss trains parameters that its model does not have, as a loss"),
+    ({}, {"param_groups": some}, "param_groups lack .*, which Trainer would train: add it, or freeze it"),
     ({}, {"max_grad_norm": 0.5}, "the Trainer clips to its own max_grad_norm: set TrainingArguments"),
     ({}, {"loss_scale": "dynamic"}, "the Trainer calls backward by itself"),
 ]
@@ -431,7 +523,9 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("made", "given", "sentence"), REFUSED, ids=[sentence for *_, sentence in REFUSED])
 def test_what_hytrain_cannot_follow(made: dict[str, Any], given: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    trainer = make_trainer(gpt2(), tmp_path, **made)
+    model = gpt2()
+    trainer = make_trainer(model, tmp_path, **made)
+    given = some(model) if given.get("param_groups") is some else given
     with pytest.raises(UnsupportedError, match=sentence):
         adopt(trainer, **given)
     assert trainer.optimizer is None, "nothing was started"
