@@ -523,7 +523,7 @@ class Optimizer(torch.optim.Optimizer):
 
         A state that `folder` has is replaced in one rename: if the process is killed, the folder has the old state or
         the new one. `sha256sum -c SHA256SUMS` in the folder checks it, and so does `load`. The folder's other files
-        stay.
+        stay. Several processes may save into one folder: the last one to finish has saved its state.
 
         Raises `SavingError` if it cannot be written: the disk is full, for example. Then the old state is there, and
         training can go on.
@@ -559,6 +559,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote, on any number of ranks. Load the model's weights yourself, before or after.
+
+        What others save there meanwhile is not read.
 
         Raises:
             ConfigError: The folder is incomplete, damaged, or another model's. Nothing has changed.

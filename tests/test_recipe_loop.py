@@ -407,6 +407,7 @@ def test_a_folder_of_checkpoints_may_have_anything(runs: Runs) -> None:
     found = {path.name for path in folders.iterdir()}
     assert found == {"step-8", "step-10", "history", ".step-9", ".step-x.partial"}
     assert (elsewhere / "kept").exists() and (runs.folder / "text.txt").exists()
+    assert re.fullmatch(r"(step-[0-9]+\n)+", (folders / "history").read_text())
     (folders / "history").unlink()
     os.mkfifo(folders / "history")  # reading it would wait for ever
     assert latest(runs.folder / "run") == folders / "step-10"
