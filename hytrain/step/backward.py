@@ -342,7 +342,7 @@ class Backward:
             self.end()
 
     def begin_summed(self, *, by_step: bool = False) -> None:
-        """No more backwards come in this step. If they only summed, its updates begin now; as in torch with `by_step`."""
+        """No more backwards come in this step. If they only summed, its updates begin now, as `end` says."""
         life = self._health.life
         if life.state is State.SUMMED and not any(known.has_gradient for known in self._parameters):
             life.on(Event.DROP)

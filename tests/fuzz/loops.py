@@ -39,7 +39,7 @@ from hytrain.optim import Optimizer
 from hytrain.run.cluster import PrivateCluster
 
 LR: Final = 1e-2
-WIDTHS: Final = (16,)
+WIDTHS: Final = (16, 7)
 #: Said where some updates were made and others were not.
 ENDS: Final = "training cannot go on"
 #: Said by autograd of a graph from before an update. torch's fused optimizers do not count their writes.
