@@ -254,7 +254,7 @@ def load(
     for group, other in zip(groups, index["param_groups"], strict=True):
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in other.items()})
     for known in parameters:
-        known.count = index["step_of"][clean(known.name)]
+        known.restore(index["step_of"][clean(known.name)])
     if loss_scale is not None:
         loss_scale.load(index.get("loss_scale"))
     return int(index["steps"])
