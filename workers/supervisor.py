@@ -32,12 +32,11 @@ from hytrain.errors import ConfigError
 from hytrain.memory import host
 from hytrain.recipe import saved
 from hytrain.run import trace
-from hytrain.run.seats import holder, seat_file
+from hytrain.run.seats import FOLDER_PREFIX, holder, seat_file, temporary
 from protocol.address import COORDINATOR, Address
-from protocol.channel import endpoint
 from workers import affinity, process, run_folder
-from workers.output import say
 from workers.attempts import DELIBERATE, EXIT_DIVERGED, Attempts
+from workers.output import say
 from workers.process import EXIT_USAGE, FOR_PROGRAMS, RESTARTS, Child
 from workers.tee import Tee
 from workers.time_limit import EXIT_AGAIN
@@ -124,8 +123,7 @@ class Supervisor:
 
     def _start(self) -> None:
         trace.clear(self.run_dir)
-        self.socket_dir = Path(tempfile.mkdtemp(prefix="hytrain-"))
-        _check_length(self.socket_dir, self._ranks)
+        self.socket_dir = _socket_folder()
         self._oom_kills = host.oom_kills()
         affinity.choose(self._config.cores, self._config.threads, ranks=self._ranks)  # impossible cores are bad input
         token = secrets.token_hex(16)
@@ -476,12 +474,12 @@ def _in_foreground() -> bool:
         return False
 
 
-def _check_length(socket_dir: Path, ranks: int) -> None:
-    """Raise `ConfigError` if the path of a trainer's socket would be too long."""
+def _socket_folder() -> Path:
+    """A new folder that only this user can enter. Raises `ConfigError`."""
     try:
-        endpoint(str(socket_dir), f"trainer-{ranks - 1}-{secrets.token_hex(4)}")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary()))
+    except OSError as error:
+        raise ConfigError(f"there is no place for sockets: {error}; set another TMPDIR") from None
 
 
 def _environment() -> dict[str, str]:
