@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import select
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ import psutil
 
 from hytrain.config import CLUSTER_FILE, Cluster
 from hytrain.errors import ClusterTimeout, ConfigError
+from hytrain.run.seats import FOLDER_PREFIX, temporary
 from hytrain.run.trace import FILE, identity
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
@@ -308,7 +308,7 @@ def find(wanted: str | None = None, *, alone: bool = False) -> Cluster:
     names = ", ".join(f"{run.run_name} ({run.run_dir})" for run in runs) or "none"
     if wanted is None:
         if not runs:
-            raise ConfigError(f"you have no live run: {tempfile.gettempdir()} has no live socket folder")
+            raise ConfigError(f"you have no live run: {temporary()} has no live socket folder")
         if alone and len(runs) > 1:
             raise ConfigError(f"several runs are live, name one of them: {names}")
         return runs[0]
@@ -325,7 +325,8 @@ def find(wanted: str | None = None, *, alone: bool = False) -> Cluster:
 
 def live_runs() -> list[Cluster]:
     """This user's live runs, newest first."""
-    found = [live for folder in Path(tempfile.gettempdir()).glob("hytrain-*") if (live := _live(folder)) is not None]
+    folders = Path(temporary()).glob(f"{FOLDER_PREFIX}*")
+    found = [live for folder in folders if (live := _live(folder)) is not None]
     return [run for _, run in sorted(found, key=lambda live: live[0], reverse=True)]
 
 

@@ -584,10 +584,12 @@ class Optimizer(torch.optim.Optimizer):
     def log(self, step: int, **numbers: float) -> None:
         """Add the loop's own numbers (loss, tokens/s, …) to the record of step `step`.
 
-        Call it after the step, before it, or some steps later. Steps are counted from 1 and on from what `load` or
-        `load_state_dict` restored, unless the loop counts in another way: if the first `step` of this process is
-        not one of its steps or the next one, it becomes the number of the last finished step, or of the next step
-        if the last one is already logged or none is finished.
+        Call it after the step, before it, or some steps later, with all numbers or with each by itself. Steps are
+        counted from 1 and on from what `load` or `load_state_dict` restored, unless the loop counts in another way:
+        if the first `step` of this process is not one of its steps or the next one, it becomes the number of the last
+        finished step, or of the next step if the last one is already logged or none is finished.
+
+        Raises `UsageError` for what no record can have, before anything is sent: training can go on.
         """
         self._session.log(operator.index(step), {name: float(value) for name, value in numbers.items()})
 

@@ -123,7 +123,7 @@ def load_state_dict(
         group.update(hyper(other, algorithm.of(group)))
     for known in parameters:
         entry = entries[id(known.parameter)]
-        known.count = count_of(entry)
+        known.restore(count_of(entry))
         for plane in STATE_PLANES:
             scatter(known, plane, _part(entry, plane, known.parameter, known.plane_dtypes))
     trained = {id(known.parameter) for known in parameters}
@@ -194,7 +194,7 @@ class Resting:
             rest = self._of.pop(id(known.parameter), None)
             if rest is None:
                 continue
-            known.count = rest.count
+            known.restore(rest.count)
             if (remainder := rest.planes.get("remainder")) is not None:
                 if rest.version not in (None, known.found):
                     del rest.planes["remainder"]

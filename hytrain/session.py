@@ -56,7 +56,7 @@ from hytrain.model.trained import (
 from hytrain.run import environment
 from hytrain.run.calibration import calibrate
 from hytrain.run.cluster import find_or_start
-from hytrain.run.link import THREAD_PREFIX, Link
+from hytrain.run.link import LOG_BYTES, THREAD_PREFIX, Link, log_bytes
 from hytrain.run.nodes import connect_nodes
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
@@ -77,6 +77,8 @@ from protocol.rules import ON_DEVICE
 ANSWER_TIMEOUT_S: Final = 120.0
 #: The coordinator ends an optimizer process that hangs. The trainer waits so much longer, in case that hangs, too.
 HANG_GRACE_S: Final = 15.0
+#: Steps' numbers are below this, as all that read records can tell them apart, with doubles too.
+STEPS: Final = 1 << 53
 #: A log this many steps late is probably none of an earlier step, but of a loop that counts in another way.
 LATE_STEPS: Final = 100
 
@@ -427,8 +429,13 @@ class Session:
             )
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
-        if step < 0:
-            raise UsageError(f"opt.log({step}, …): steps are counted from 1, or from 0")
+        if not 0 <= step < STEPS:
+            raise UsageError(f"opt.log({step}, …): steps are counted from 1, or from 0, and below 2**53")
+        if (nbytes := log_bytes(numbers)) > LOG_BYTES:
+            raise UsageError(
+                f"opt.log({step}, …) with {len(numbers)} numbers takes {nbytes} bytes, above {LOG_BYTES}: a record is "
+                "a line of metrics.jsonl, so write what is this large into a file of your own"
+            )
         finished = self.engine.steps
         place = self._numbers.place(step, finished, between=self.engine.between_steps)
         if place.renames is not None:
@@ -442,8 +449,8 @@ class Session:
                 finished,
                 step,
             )
-        self._link.post("coordinator", Log(step=step, numbers=numbers, renames=place.renames, ahead=place.ahead))
         self._trackers.write(step, numbers)
+        self._link.log(Log(step=step, numbers=numbers, renames=place.renames, ahead=place.ahead))
         if (last := self.engine.statistics).step and last is not self._tracked:
             self._tracked = last
             self._trackers.write(self.engine.steps, {"step_s": last.step_s, "stall_s": last.stall_s, "k": last.k})

@@ -283,7 +283,7 @@ def _load(
         numbers = hyper(other, resting.algorithm.of(other))
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()})
     for known in parameters:
-        known.count = index.step_of[clean(known.name)]
+        known.restore(index.step_of[clean(known.name)])
     if loss_scale is not None:
         loss_scale.load(None if index.loss_scale is None else index.loss_scale.model_dump())
     return index.steps

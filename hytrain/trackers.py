@@ -1,6 +1,6 @@
 """TensorBoard and Weights & Biases: files in the run's folder, with the names of metrics.jsonl.
 
-    opt.log, a recipe's journal ─▶ Trackers.write ─▶ queue ─▶ one thread ─▶ the trackers' own libraries
+    opt.log, a recipe's journal ─▶ Trackers.write ─▶ queue, by steps ─▶ one thread ─▶ the trackers' own libraries
 
 The thread has what a tracker costs and what goes wrong in it: training neither waits for it nor ends with it.
 """
@@ -11,9 +11,7 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Protocol, Self
@@ -21,7 +19,7 @@ from typing import Any, Final, Literal, Protocol, Self
 from hytrain.errors import ConfigError
 from hytrain.extras import needed
 
-#: So many writes may wait for a slow tracker. Those after them are in metrics.jsonl alone.
+#: The numbers of so many steps may wait for a slow tracker. Those after them are in metrics.jsonl alone.
 WAITING: Final = 1024
 #: At its end, a run waits so long for trackers.
 CLOSE_S: Final = 30.0
@@ -30,6 +28,26 @@ THREAD_NAME: Final = "hytrain-trackers"
 _log = logging.getLogger(__name__)
 
 Numbers = Mapping[str, float]
+
+
+class _Waiting(queue.Queue[tuple[int, dict[str, float]] | bool]):
+    """What the thread still has to write, and at last whether the run has failed.
+
+    Numbers of one step wait together, however many calls have brought them. `missed` counts what found no room.
+    """
+
+    missed = 0
+
+    def _put(self, item: tuple[int, dict[str, float]] | bool) -> None:
+        last = self.queue[-1] if self.queue else None
+        if isinstance(item, bool):
+            self.queue.append(item)
+        elif isinstance(last, tuple) and last[0] == item[0]:
+            last[1].update(item[1])
+        elif len(self.queue) < WAITING:
+            self.queue.append(item)
+        else:
+            self.missed += len(item[1])
 
 
 class Tracker(Protocol):
@@ -95,7 +113,7 @@ class Trackers:
     def __init__(
         self, names: Collection[str], run_dir: Path, title: str, config: Mapping[str, Any] | None = None
     ) -> None:
-        self._given = queue.Queue[tuple[int, Numbers] | bool](WAITING)  # at last, whether the run has failed
+        self._given = _Waiting()
         self._said_full = False
         self._thread: threading.Thread | None = None
         if names:
@@ -107,21 +125,19 @@ class Trackers:
         """Add numbers of a step. Waits for nothing."""
         if self._thread is None or not numbers:
             return
-        try:
-            self._given.put_nowait((step, numbers))
-        except queue.Full:
-            if not self._said_full:
-                _log.warning("the trackers are too slow and miss numbers from step %d on; metrics.jsonl has them", step)
+        self._given.put((step, dict(numbers)))
+        if self._given.missed and not self._said_full:
             self._said_full = True
+            _log.warning("the trackers are too slow and miss numbers from step %d on; metrics.jsonl has them", step)
 
     def close(self, *, failed: bool = False) -> None:
         """Return once all numbers are written, or a tracker has kept the run's end waiting for `CLOSE_S`."""
         if self._thread is None:
             return
-        ends_s = time.monotonic() + CLOSE_S
-        with suppress(queue.Full):
-            self._given.put(failed, timeout=CLOSE_S)
-        self._thread.join(max(ends_s - time.monotonic(), 0.0))
+        self._given.put(failed)
+        self._thread.join(CLOSE_S)
+        if self._given.missed:
+            _log.warning("the trackers have missed %d numbers", self._given.missed)
         if self._thread.is_alive():
             _log.warning("the trackers miss the last numbers: writing them has taken %.0f s", CLOSE_S)
         self._thread = None
@@ -136,7 +152,7 @@ class Trackers:
 
 
 def _run(
-    given: queue.Queue[tuple[int, Numbers] | bool],
+    given: _Waiting,
     names: Collection[str],
     run_dir: Path,
     title: str,

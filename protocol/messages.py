@@ -456,6 +456,21 @@ class TakeOver(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Counted(Message):
+    """Trainer to optimizer, before a step begins: how many updates each segment of layer `lid` has had.
+
+    Sent after TakeOver, and where the optimizer's own count is not the trainer's, since state was loaded.
+    """
+
+    lid: int
+    counts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.lid >= 0, "layer IDs cannot be negative")
+        _require(min(self.counts, default=0) >= 0, "step counts cannot be negative")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp(Message):
     """Trainer to optimizer: the GPU updates the layer from step `step` on.
 

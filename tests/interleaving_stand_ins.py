@@ -280,8 +280,9 @@ class Link:
         self.is_asked = False
         self.post("coordinator", self._introduction(**facts))
 
-    def await_coordinator(self) -> None:
+    def leave(self, rejoin: Callable[[], None]) -> None:
         """It may be dead to the end."""
+        rejoin()
 
     def receive_arena(self, layouts: dict[int, Any]) -> ArenaFile:
         self._world.scheduler.wait_until(lambda: self.is_closing or bool(select.select([self._arenas], [], [], 0)[0]))

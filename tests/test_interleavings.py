@@ -283,7 +283,10 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "reads without waiting": ([NO_WAIT], "FILLED of step .* while|I1"),
     "reads without waiting, unguarded": ([NO_WAIT, UNGUARDED], "I1|I2"),
     "compute does not wait for weights": ([(Streams, "land", lands_all_but("into"))], "I1|I3: .* in the middle"),
-    "sends before the copy": ([(Streams, "gradients_out", is_copied_at_once)], "I1: an update without its gradient"),
+    "sends before the copy": (
+        [(Streams, "gradients_out", is_copied_at_once)],
+        "I1: an update without its gradient|I2: the gradient .* is overwritten unread",
+    ),
     "announces half an update": ([ANY_NUMBER, (UpdateQueue, "tile_done", announces_half)], "I1|I2|I3"),
     "announces before the verdict": (UNJUDGED, "I1|I2|I3|WEIGHTS_READY"),
     "undoes nothing": ([(UpdateQueue, "verdict", trusts_verdicts)], "I1"),

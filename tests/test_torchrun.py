@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hytrain.errors import ConfigError
 from workers import agent, launcher, torchrun
+from workers.output import Output, drain
 from workers.tee import LONGEST_LINE, Tee, rank_pipes
 from workers.torchrun import Job
 
@@ -100,6 +101,11 @@ def test_ranks_that_torchrun_has_ended_are_known_by_its_warnings() -> None:
     assert ended.pids == {7}
 
 
+def wait_for_empty(target: Output) -> None:
+    with target._changed:
+        assert target._changed.wait_for(lambda: not target._held, 60)
+
+
 def test_lines_of_ranks_are_shown_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`print` writes a line and its end apart, since the output of trainers is not buffered."""
     tee = Tee()
@@ -110,17 +116,23 @@ def test_lines_of_ranks_are_shown_whole(tmp_path: Path, capfd: pytest.CaptureFix
     def write(rank: int, text: str) -> str:
         os.write(outs[rank], text.encode())
         assert tee.pass_on(select.select([*tee.pipes], [], [])[0])
+        return shown()
+
+    def shown() -> str:
+        for pipe in tee.pipes.values():
+            wait_for_empty(pipe.target)
         return capfd.readouterr().out
 
     assert write(0, "start 0") == write(1, "start 1") == ""
     assert write(1, "\n50 %\r") == "start 1\n50 %\r"
     assert write(0, "\nAge? ") == "start 0\n"
     tee.drain()
-    assert capfd.readouterr().out == "Age? "
+    assert shown() == "Age? "
     size = 32768
-    shown = "".join(write(1, "x" * size) for _ in range(LONGEST_LINE // size + 1))
-    assert shown == "x" * (LONGEST_LINE + size)
+    parts = "".join(write(1, "x" * size) for _ in range(LONGEST_LINE // size + 1))
+    assert parts == "x" * (LONGEST_LINE + size)
     tee.close()
+    drain()
     for out in outs:
         os.close(out)
     assert (tmp_path / "0.log").read_text() == "start 0\nAge? "

@@ -87,8 +87,24 @@ def test_who_writes_does_not_wait_for_a_tracker(
             slow.write(step, {"loss": 1.0})
         Kept.begins.set()
     assert [step for step, _ in kinds[0].kept[1:-1]] == [*range(WAITING + 1)], "the one under way, and those that wait"
-    [(name, level, warning)] = caplog.record_tuples
+    (name, level, warning), (_, _, last) = caplog.record_tuples
     assert (name, level) == ("hytrain.trackers", logging.WARNING) and f"from step {WAITING + 1} on" in warning
+    assert last == f"the trackers have missed {2 * WAITING - 1 - WAITING} numbers"
+
+
+def test_numbers_that_are_logged_one_by_one_wait_together(tmp_path: Path, kinds: tuple[type[Kept], ...]) -> None:
+    """A step with more of them than steps may wait loses none."""
+    Kept.begins.clear()
+    Kept.opened.clear()
+    with Trackers(["tensorboard"], tmp_path, "run") as slow:
+        slow.write(0, {"loss": 1.0})
+        assert Kept.opened.wait(60)
+        for step in (1, 2, 1):
+            for number in range(WAITING):
+                slow.write(step, {f"n{number}": number + step})
+        Kept.begins.set()
+    expected = [(step, {f"n{number}": number + step for number in range(WAITING)}) for step in (1, 2, 1)]
+    assert kinds[0].kept[1:-1] == [(0, {"loss": 1.0}), *expected]
 
 
 def test_a_run_ends_although_a_tracker_does_not(

@@ -18,8 +18,8 @@ def hyper(lr: float = 1e-3) -> AdamWHyper:
     return AdamWHyper(lr=lr, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, maximize=False)
 
 
-def make(*layers: list[int], tile_numel: int = 100, groups: tuple[int, ...] = (0,)) -> UpdateQueue:
-    """A queue that owns all its layers, given by the sizes of their segments."""
+def make(*layers: list[int], tile_numel: int = 100, groups: tuple[int, ...] = (0,), made: int = 0) -> UpdateQueue:
+    """A queue that owns all its layers, given by the sizes of their segments, after so many updates."""
     specs = tuple(
         Layer(
             lid=lid,
@@ -35,6 +35,7 @@ def make(*layers: list[int], tile_numel: int = 100, groups: tuple[int, ...] = (0
     queue = UpdateQueue(specs, tile_numel=tile_numel)
     for lid in range(len(layers)):
         queue.take_over(lid, (0,) * len(queue.layers[lid].segments))
+        queue.counted(lid, (made,) * len(queue.layers[lid].segments))
     return queue
 
 
@@ -62,7 +63,7 @@ def work(queue: UpdateQueue) -> tuple[Tile, WeightsReady | None]:
 
 def owing() -> UpdateQueue:
     """Layer 0 done in step 3, layer 1 begun in it, layer 2 not owned."""
-    queue = make([100], [200], [100])
+    queue = make([100], [200], [100], made=3)
     queue.give_up(2)
     begin(queue, 3)
     ready(queue, 0, 3)
@@ -73,7 +74,13 @@ def owing() -> UpdateQueue:
 
 
 def gradient(lid: int, step: int, *counts: int) -> Callable[[UpdateQueue], None]:
-    return lambda queue: queue.grad_ready(GradReady(step=step, lid=lid, counts=counts or (1,)))
+    return lambda queue: queue.grad_ready(GradReady(step=step, lid=lid, counts=counts or (step + 1,)))
+
+
+def back(queue: UpdateQueue) -> None:
+    """Layer 2 is owned again. Nothing was said of its counts yet."""
+    queue.take_over(2, (0,))
+    begin(queue, 4)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +92,11 @@ def gradient(lid: int, step: int, *counts: int) -> Callable[[UpdateQueue], None]
         (gradient(1, 3), "a second GradReady of layer 1 in step 3"),
         (lambda queue: (begin(queue, 4), gradient(1, 4)(queue)), "a second GradReady of layer 1 in step 4"),
         (lambda queue: (begin(queue, 4), gradient(0, 4, 1, 1)(queue)), "counts 2 of 1 segments"),
+        (lambda queue: (begin(queue, 4), gradient(0, 4, 4)(queue)), r"counts updates \(4,\) after \(4,\)"),
+        (lambda queue: (begin(queue, 4), gradient(0, 4, 5 ^ 64)(queue)), r"counts updates \(69,\) after \(4,\)"),
+        (lambda queue: queue.counted(1, (3,)), "layer 1, which is being updated"),
+        (lambda queue: queue.counted(2, (3,)), "layer 2, which is not owned"),
+        (lambda queue: queue.counted(0, (3, 3)), "layer 0 with 2 counts"),
         (
             lambda queue: (queue.begin(StepBegin(step=4, groups=(), awaits_verdict=False)), gradient(0, 4)(queue)),
             "parameter group",
@@ -106,6 +118,19 @@ def test_what_cannot_be_is_refused_and_changes_nothing(event: Callable[[UpdateQu
     assert queue.owned == {0, 1} and not queue.idle
     tile, _ = work(queue)
     assert (tile.lid, tile.start, tile.stop, queue.idle) == (1, 100, 200, True)
+
+
+def test_a_layer_that_comes_back_or_was_loaded_is_counted_anew() -> None:
+    queue = owing()
+    back(queue)
+    with pytest.raises(QueueError, match=r"counts updates \(5,\) after None"):
+        gradient(2, 4)(queue)
+    queue.counted(2, (4,))
+    queue.counted(0, (9,))
+    ready(queue, 2, 4)
+    with pytest.raises(QueueError, match=r"counts updates \(5,\) after \(9,\)"):
+        gradient(0, 4)(queue)
+    ready(queue, 0, 4, 10)
 
 
 @given(seed=st.integers(0, 2**32), tile_numel=st.integers(1, 300))
@@ -142,7 +167,7 @@ def judged(queue: UpdateQueue, step: int, scale: float = 1.0, *, skipped: bool =
 
 @pytest.mark.parametrize("awaits", [True, False])
 def test_a_verdict_comes_once_and_where_it_is_awaited(awaits: bool) -> None:
-    queue = make([16])
+    queue = make([16], made=2)
     queue.begin(begin_message(2, awaits_verdict=awaits))
     if awaits:
         ready(queue, 0, 2)
@@ -209,6 +234,10 @@ def test_any_order_and_mode_gives_clip_then_step(seed: int, tile_numel: int) -> 
     queue = make(*sizes, tile_numel=tile_numel, groups=(0, 1))
     banks = [[[[0] * size for size in row] for row in sizes] for _ in range(2)]
     expected, busy = [[0] * len(row) for row in sizes], set[int]()
+    made, due = (
+        [[0] * len(row) for row in sizes],
+        dict[int, tuple[int, ...]](),
+    )  # updates; the counts of those under way
 
     def hear(done: WeightsReady | None) -> None:
         if done is not None:
@@ -220,7 +249,7 @@ def test_any_order_and_mode_gives_clip_then_step(seed: int, tile_numel: int) -> 
         tile = queue.next_tile()
         if tile is not None:
             read, written = (banks[bank][tile.lid][tile.segment] for bank in (tile.source, tile.target))
-            assert tile.count == tile.step + 1
+            assert tile.count == due[tile.lid][tile.segment]
             told = tile.hyper.lr, tile.scale
             written[tile.start : tile.stop] = [hash((x, *told)) for x in read[tile.start : tile.stop]]
             hear(queue.tile_done(tile))
@@ -244,14 +273,16 @@ def test_any_order_and_mode_gives_clip_then_step(seed: int, tile_numel: int) -> 
                     hear(done)
             elif coming:
                 lid = coming.pop()
-                counts = tuple(rng.choice((0, step + 1)) for _ in sizes[lid])
+                counts = tuple(rng.choice((0, done + 1)) for done in made[lid])
                 if any(counts):
                     busy.add(lid)
+                    due[lid] = counts
                     if not (skipped and queue._awaits_verdict):
                         for index, count in enumerate(counts):
                             old = expected[lid][index]
                             lr = step + (0.5 if index % 2 else 0.25)
                             expected[lid][index] = hash((old, lr, scale)) if count else old
+                            made[lid][index] = count or made[lid][index]
                     hear(queue.grad_ready(GradReady(step=step, lid=lid, counts=counts, exceeds=rng.random() < 0.1)))
             queue.check()
     while not queue.idle:

@@ -9,8 +9,9 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,7 +263,87 @@ def test_a_page_is_told_of_another_timeline_and_gets_it(tmp_path: Path) -> None:
     assert "" not in drawn and drawn[0] != drawn[1] and feeds[0].news(0)[1]["drawn"] == ""
     told = asked.get("/timeline", params={"run": "1"}).text
     assert "Timeline of two: step 41<" in told and "What the 1 steps in the timeline of two consist of" in told
-    assert {asked.get("/timeline", params={"run": given}).status_code for given in ("2", "-1", "x", "")} == {404}
+    assert {
+        asked.get("/timeline", params={"run": given}).status_code for given in ("2", "-1", "x", "", "9" * 5000)
+    } == {404}
+
+
+def test_a_count_of_thousands_of_digits_is_none(tmp_path: Path) -> None:
+    feed = followed(at(1), at(2), folder=run(tmp_path / "one", [record(1)]))
+    for given in ("9" * 5000, ",".join("1" * 5000)):
+        assert told_of(feed, feed.folder, given)["records"] == []
+
+
+@pytest.mark.parametrize("path", ["/", "/events", "/timeline", "/metrics"])
+def test_no_cache_keeps_what_is_told_and_no_other_site_hears_the_address(path: str, tmp_path: Path) -> None:
+    folder = run(tmp_path / "one", [record(1)])
+    for token in (TOKEN, "another"):
+        told = client(followed(at(1)), folder, token).get(path).headers
+        assert (told["cache-control"], told["referrer-policy"]) == ("no-store", "no-referrer")
+
+
+def test_of_large_records_a_page_gets_the_newest(tmp_path: Path) -> None:
+    """What waits for who does not read is bounded, however many numbers a loop logs."""
+    third = "9" * (web.NEWS_BYTES // 3)
+    feed = followed(*(at(step, own=third) for step in range(1, 6)), folder=tmp_path)
+    assert [known["step"] for known in feed.news(0)[1]["records"]] == [4, 5]
+    assert [known["step"] for known in feed.news(4)[1]["records"]] == [5]
+    feed = followed(at(1), at(2, own=3 * third), folder=tmp_path)
+    assert [known["step"] for known in feed.news(0)[1]["records"]] == [2], "a single one is shown in any case"
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[tuple[Any, tuple[str, int]]]:
+    """A server on a thread, and its address."""
+    server, listening = web.server(app), socket.create_server((web.HOST, 0))
+    thread = threading.Thread(target=asyncio.run, args=(server.serve([listening]),))
+    thread.start()
+    try:
+        yield server.server_state.connections, listening.getsockname()
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def wait_for(happened: Callable[[], object]) -> None:
+    ends_s = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < ends_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("asks", [b"", b"GET /?token=", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"])
+def test_who_does_not_ask_or_read_is_disconnected(asks: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    from starlette.applications import Starlette
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    monkeypatch.setattr(web, "PATIENCE_S", 0.05)
+    app = Starlette(routes=[Route("/", lambda request: Response(b"." * (64 << 20)))])
+    with serving(app) as (connections, address), socket.create_connection(address) as idle:
+        idle.sendall(asks)
+        wait_for(lambda: connections)
+        wait_for(lambda: not connections)
+
+
+def test_only_so_many_are_served_at_a_time(tmp_path: Path) -> None:
+    feed = followed(at(1), folder=run(tmp_path / "one", [record(1)]))
+    question = f"GET /metrics?token={TOKEN.replace(' ', '%20')} HTTP/1.1\r\nHost: h\r\n\r\n".encode()
+
+    def asked(address: tuple[str, int]) -> bytes:
+        with socket.create_connection(address, timeout=60) as client:
+            client.sendall(question)
+            return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+    with serving(application([feed], TOKEN)) as (connections, address), ExitStack() as stack:
+        assert asked(address).startswith(b"HTTP/1.1 200")
+        idle = [stack.enter_context(socket.create_connection(address)) for _ in range(web.CONNECTIONS)]
+        wait_for(lambda: len(connections) == web.CONNECTIONS)
+        assert asked(address).startswith(b"HTTP/1.1 503")
+        for each in idle:
+            each.close()
+        wait_for(lambda: not connections)
+        assert asked(address).startswith(b"HTTP/1.1 200")
 
 
 def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
@@ -296,33 +377,22 @@ class Waiting(Feed):
 
 def test_a_browser_follows_the_run(tmp_path: Path) -> None:
     """In Chromium: values move, charts and plans grow, a timeline comes, the end is told, and its console is empty."""
-    import uvicorn
-
     feed, other = Waiting(run(tmp_path / "one", [])), followed(at(3, loss=9.0), folder=run(tmp_path / "two", []))
 
     def statuses() -> Iterator[m.Status]:
         feed.listens.wait(60)
         made(feed.folder, 2, usual)
-        for time, step in enumerate((*range(1, 10), *range(4, 30))):  # the loop went back
-            yield at(step, wall_time=1e9 + time, **({"reason": f"<plan> of {step}"} if step in (4, 9) else {}))
+        for ended_s, step in enumerate((*range(1, 10), *range(4, 30))):  # the loop went back
+            yield at(step, wall_time=1e9 + ended_s, **({"reason": f"<plan> of {step}"} if step in (4, 9) else {}))
 
-    app = application([other, feed], TOKEN)
-    listening = socket.create_server((web.HOST, 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-    threads = [
-        threading.Thread(target=asyncio.run, args=(server.serve([listening]),)),
-        threading.Thread(target=feed.follow, args=(statuses(),)),
-    ]
-    for thread in threads:
-        thread.start()
+    follower = threading.Thread(target=feed.follow, args=(statuses(),))
+    follower.start()
     try:
-        address = f"http://{web.HOST}:{listening.getsockname()[1]}/?token={TOKEN}"
-        seen = in_a_browser(address, tmp_path / "profile")
+        with serving(application([other, feed], TOKEN)) as (_, (host, port)):
+            seen = in_a_browser(f"http://{host}:{port}/?token={TOKEN}", tmp_path / "profile")
     finally:
         feed.listens.set()
-        server.should_exit = True
-        for thread in threads:
-            thread.join()
+        follower.join()
     assert re.findall(r'<p class="line">(step \d+)', seen) == ["step 3", "step 29"], "each run has its own"
     assert seen.count("the run has ended") == 4, "shown and read aloud"
     assert "GPU, or trainer" in seen and "<td>3.00 GiB</td>" in seen

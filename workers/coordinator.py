@@ -128,12 +128,26 @@ class Metrics:
             if isinstance(record, Write):
                 file.append(record.line)
                 self._failing.discard(record.rank)
-            elif not file.amend(record.step, record.numbers):
-                _log.warning("there is no record of step %d: dropped %s", record.step, record.numbers)
+            else:
+                file.amend(record.step, record.numbers)
         except OSError as error:
-            if record.rank not in self._failing:
-                _log.warning("records of rank %d cannot be written, training goes on: %s", record.rank, error)
-            self._failing.add(record.rank)
+            self._fails(record.rank, error)
+
+    def write_late(self) -> None:
+        """Add numbers that came late to the records."""
+        for rank, file in self._files.items():
+            try:
+                if steps := file.write_late():
+                    _log.warning(
+                        "dropped the late numbers of %d steps, from %d on: they have no records", len(steps), min(steps)
+                    )
+            except OSError as error:
+                self._fails(rank, error)
+
+    def _fails(self, rank: int, error: OSError) -> None:
+        if rank not in self._failing:
+            _log.warning("records of rank %d cannot be written, training goes on: %s", rank, error)
+        self._failing.add(rank)
 
     def _of(self, rank: int) -> MetricsFile:
         if rank not in self._files:
@@ -216,6 +230,7 @@ class Coordinator:
                 self._handle(incoming)
 
     def _beat(self) -> None:
+        self._metrics.write_late()  # first: the trainer is told below what is recorded, and forgets it
         self._beats += 1
         if self._beats.bit_count() == 1:  # after 1, 2, 4, 8 … beats: a busy machine's answer may take longer than one
             self._ask()
@@ -238,6 +253,7 @@ class Coordinator:
             self._handle(incoming)
         for name, trainer in list(self._trainers.items()):  # whose Goodbye is late: their records are whole without it
             self._lose(trainer, name)
+        self._metrics.write_late()
         self._trace.close()
 
     def _patience_s(self) -> float:
@@ -268,7 +284,6 @@ class Coordinator:
             _dropped.warning("refused %s: %s", incoming.address, error)
             return
         if isinstance(incoming.message, m.Goodbye):
-            self._disconnect(incoming.sender)
             if self._trainers.pop(incoming.sender, None) is not None:
                 self._inbox.unwatch(incoming.sender)
         for command in commands:
@@ -276,6 +291,12 @@ class Coordinator:
                 self._inbox.reply(incoming.sender, command.message)
             else:
                 self._carry_out(command)
+        if isinstance(incoming.message, m.Goodbye):
+            self._metrics.write_late()
+            if (known := self._outboxes.get(incoming.sender)) is not None:
+                with suppress(PeerNotReading):
+                    known[1].send(m.Goodbye())  # its records are whole
+            self._disconnect(incoming.sender)
         if self._trace.is_on:
             _draw(self._trace, incoming, commands, now_s)
         if isinstance(incoming.message, m.LayerTable | m.Rejoin):

@@ -20,6 +20,7 @@ from workers.effects import Abort, Amend, Answer, Command, Note, Publish, Send, 
 from workers.fleet import Commands, Fleet, TrainerSeat
 from workers.heartbeats import Heartbeats
 from workers.history import History
+from workers.records import shown
 from workers.tracing import Tracing
 
 SAVES_ITSELF: Final = (
@@ -207,7 +208,7 @@ class CoordinatorState:
             match command:
                 case Write(line):
                     self._history.add(line)
-                    found.append(Publish(replace(self._status(), record=line)))
+                    found.append(Publish(replace(self._status(), record=shown(line))))
                 case Amend(step, numbers):
                     self._history.amend(step, numbers)
         return found
@@ -232,7 +233,7 @@ class CoordinatorState:
         return m.Status(
             run_name=self._run_name,
             run_dir=self._run_dir,
-            record=self.fleet.shown.records.newest,
+            record=shown(self.fleet.shown.records.newest),
             processes=(m.Process(address=COORDINATOR, pid=self._pid, detail="plans and records"), *processes),
             layer_names=tuple(layer.name for layer in layers),
             layer_numels=tuple(layer.numel for layer in layers),

@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Final
 
+from workers.records import shown
+
 #: So many records are kept, unless they take more than so much.
 RECORDS: Final = 4096
 NBYTES: Final = 8 << 20
@@ -27,7 +29,7 @@ class History:
 
     def add(self, line: str) -> None:
         """Keep a record. As in the file, it replaces those from its step on, if the loop went back."""
-        step = json.loads(line)["step"]
+        step, line = json.loads(line)["step"], shown(line)
         while self._lines and self._lines[-1][0] >= step:
             self._nbytes -= len(self._lines.pop()[1])
         self._lines.append((step, line))
@@ -39,7 +41,7 @@ class History:
         for index in range(len(self._lines) - 1, -1, -1):
             known, line = self._lines[index]
             if known == step:
-                amended = json.dumps({**numbers, **json.loads(line)})
+                amended = shown(json.dumps({**numbers, **json.loads(line)}))
                 self._lines[index] = step, amended
                 self._nbytes += len(amended) - len(line)
                 self._forget()

@@ -24,7 +24,8 @@ from hytrain.config import ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.extras import needed
 from workers import run_folder, time_limit, torchrun
-from workers.process import EXIT_USAGE, say
+from workers.output import drain, say
+from workers.process import EXIT_USAGE
 from workers.supervisor import Supervisor
 from workers.torchrun import Job
 
@@ -40,7 +41,13 @@ PROGRAMS: Final = "a recipe (.yaml), a Python program (.py) or -m and a module"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status of the first process that failed, or 2 for bad input."""
-    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        return _main(_parse(sys.argv[1:] if argv is None else argv))
+    finally:
+        drain()
+
+
+def _main(arguments: argparse.Namespace) -> int:
     try:
         if arguments.attach is not None:
             config = ClusterConfig(**json.loads(arguments.config))

@@ -3,7 +3,7 @@
 append ─▶ a new step: at the end
       ├─▶ a step again, after a resume or a rollback: it and the lines after it move to metrics-replaced.jsonl
       └─▶ the same record again, for another coordinator: nothing
-amend ──▶ numbers that come late: into the step's line
+amend ──▶ numbers that come late ─ write_late, once a second ─▶ into the steps' lines, all in one go
 
 If the disk is full, the file stays as it is, and training goes on: the next line that can be written has, as
 `missing_records`, the number of lines that could not be.
@@ -30,6 +30,7 @@ class MetricsFile:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         self._end = os.fstat(self._file).st_size
         self._last: float | None = None  # the last line's step; None: not read yet
+        self._late: dict[int, dict[str, float | None]] = {}  # numbers of steps whose lines are written
         self.missing = 0  # lines that could not be written, since the last one that could
 
     def close(self) -> None:
@@ -41,6 +42,8 @@ class MetricsFile:
         Raises OSError if the disk is full. Then it counts as missing, and all lines in the file are whole.
         """
         step = _step(line)
+        if self._late and step <= max(self._late):
+            self.write_late()  # into the lines that give way
         if self.missing:
             line = json.dumps({**json.loads(line), "missing_records": self.missing})
         self.missing += 1
@@ -58,17 +61,31 @@ class MetricsFile:
         self._write(line.encode() + b"\n", self._end)
         self._last, self.missing = step, 0
 
-    def amend(self, step: int, numbers: Mapping[str, float | None]) -> bool:
-        """Add numbers to a step's line, which keeps those that it has. Returns False if there is no such line.
+    def amend(self, step: int, numbers: Mapping[str, float | None]) -> None:
+        """Numbers for a step's line, which `write_late` adds."""
+        known = self._late.setdefault(step, {})
+        for name, number in numbers.items():
+            known.setdefault(name, number)
 
-        Raises OSError if the disk is full.
+    def write_late(self) -> list[int]:
+        """Add late numbers to their lines, which keep those that they have. Returns the steps that have no line.
+
+        The file is read and written from the first of these lines on, however many there are. Raises OSError if the
+        disk is full: then the numbers wait for the next time.
         """
-        start, lines = self._since(step)
-        if not lines or _step(lines[0]) != step:
-            return False
-        first = json.dumps({**json.loads(lines[0]), **numbers, **json.loads(lines[0])}).encode() + b"\n"
-        self._write(b"".join([first, *lines[1:]]), start, before=b"".join(lines))
-        return True
+        if not self._late:
+            return []
+        start, lines = self._since(min(self._late))
+        known = {_step(line): index for index, line in enumerate(lines)}
+        amended = list(lines)
+        for step, numbers in self._late.items():
+            if (index := known.get(step)) is not None:
+                record = json.loads(lines[index])
+                amended[index] = json.dumps({**record, **numbers, **record}).encode() + b"\n"
+        if amended != lines:
+            self._write(b"".join(amended), start, before=b"".join(lines))
+        late, self._late = self._late, {}
+        return [step for step in late if step not in known]
 
     def _write(self, data: bytes, start: int, before: bytes = b"") -> None:
         """Write over what follows `start`, which is `before`; on a full disk, that is put back, which needs no room."""

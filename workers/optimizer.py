@@ -214,6 +214,8 @@ class Session:
             case m.TakeOver(lid=lid, banks=banks):
                 self._planned(message, "cpu")
                 self._queue.take_over(lid, banks)
+            case m.Counted(lid=lid, counts=counts):
+                self._queue.counted(lid, counts)
             case m.GiveUp(lid=lid):
                 planned = self._planned(message, "gpu")
                 if lid in self._queue.owned:  # or else its state has visited the GPU

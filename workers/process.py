@@ -21,7 +21,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, Popen
@@ -201,12 +200,6 @@ def stop(children: Iterable[Child], *, grace_s: Callable[[Child], float]) -> lis
         child.process.wait()
         os.close(child.pidfd)
     return killed
-
-
-def say(text: str) -> None:
-    """Tell the user, who may have closed the terminal: that ends nothing."""
-    with suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------- the worker's side

@@ -17,9 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from protocol import messages as m
+from protocol.metrics import BY_NAME
 
 #: A record waits this many steps for the loop's own numbers.
 LOG_PATIENCE_STEPS: Final = 4
+#: The records that a status shows, one of each rank, take so much together, however many numbers a loop logs.
+SHOWN_BYTES: Final = 1 << 18
 Line = str
 Numbers = dict[str, float | None]
 
@@ -87,6 +90,13 @@ class Records:
         if lines:
             self.newest, self._last = lines[-1], steps[-1]
         return lines
+
+
+def shown(line: Line, ranks: int = 1) -> Line:
+    """A record as one of so many in a status: where it is too long, with the numbers that have a meaning alone."""
+    if len(line) <= SHOWN_BYTES // ranks:
+        return line
+    return json.dumps({name: value for name, value in json.loads(line).items() if name in BY_NAME})
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:

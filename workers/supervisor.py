@@ -32,11 +32,11 @@ from hytrain.errors import ConfigError
 from hytrain.memory import host
 from hytrain.recipe import saved
 from hytrain.run import trace
-from hytrain.run.seats import holder, seat_file
+from hytrain.run.seats import FOLDER_PREFIX, holder, seat_file, temporary
 from protocol.address import COORDINATOR, Address
-from protocol.channel import endpoint
 from workers import affinity, process, run_folder
 from workers.attempts import DELIBERATE, EXIT_DIVERGED, Attempts
+from workers.output import say
 from workers.process import EXIT_USAGE, FOR_PROGRAMS, RESTARTS, Child
 from workers.tee import Tee
 from workers.time_limit import EXIT_AGAIN
@@ -123,8 +123,7 @@ class Supervisor:
 
     def _start(self) -> None:
         trace.clear(self.run_dir)
-        self.socket_dir = Path(tempfile.mkdtemp(prefix="hytrain-"))
-        _check_length(self.socket_dir, self._ranks)
+        self.socket_dir = _socket_folder()
         self._oom_kills = host.oom_kills()
         affinity.choose(self._config.cores, self._config.threads, ranks=self._ranks)  # impossible cores are bad input
         token = secrets.token_hex(16)
@@ -180,7 +179,7 @@ class Supervisor:
         [dead], step = ended, run_folder.last_step(self.run_dir)
         self._deaths = (step, self._deaths[1] + 1 if step == self._deaths[0] else 1)
         if self._deaths[1] > COORDINATORS:
-            process.say(f"\nhytrain-cluster: {self._deaths[1]} coordinators have died, without a step between")
+            say(f"\nhytrain-cluster: {self._deaths[1]} coordinators have died, without a step between")
             return False
         arguments, environment = [*self._coordinator, "--again"], _environment()
         try:
@@ -189,7 +188,7 @@ class Supervisor:
             return False
         self._children[self._children.index(dead)] = child
         at = f" after step {step}" if step else ""
-        process.say(
+        say(
             f"\nhytrain-cluster: {process.first_words(dead)}{at}; training goes on, and process {child.process.pid} "
             f"takes its place; its log is {dead.log}"
         )
@@ -264,19 +263,19 @@ class Supervisor:
         if refusal is None:
             whence = saved.latest(self._recipe_in) if self._recipe_in is not None else None
             goes_on = f" from {whence}" if whence else " from the start" if is_recipe else ""
-            process.say(
+            say(
                 f"\nhytrain-cluster: {how}; attempt {attempts.number} of {attempts.most} begins{goes_on}; "
                 f"its log is {end.dead.log}"
             )
             return None
         if end.dead.name != AGENT or end.dead.process.returncode < 0 or out_of_memory:
             log = process.log_tail(end.dead.log) if is_worker else f"; its log is {end.dead.log}"
-            process.say(f"\nhytrain-cluster: {how}{log}")
+            say(f"\nhytrain-cluster: {how}{log}")
         if end.status not in DELIBERATE and not end.was_asked:
             if attempts.most > 1:
-                process.say(f"hytrain-cluster: no further attempt: {refusal}")
+                say(f"hytrain-cluster: no further attempt: {refusal}")
             if self._recipe_in is not None and end.status != EXIT_DIVERGED:
-                process.say(f"hytrain-cluster: {saved.way_on(self._recipe_in)}")
+                say(f"hytrain-cluster: {saved.way_on(self._recipe_in)}")
         return refusal
 
     def _attempt(self, command: Sequence[str], job: Job | None, counts: dict[str, str]) -> End:
@@ -310,8 +309,7 @@ class Supervisor:
             for status, number in self._wishes(trainer):
                 asked = asked or status
                 self._tell(trainer, number)
-            if output.pass_on(readable):
-                continue
+            output.pass_on(readable)
             if ended := self._ended_of(readable):
                 return self._ended(ended, trainer, output, asked)
 
@@ -321,11 +319,11 @@ class Supervisor:
             self._heard = True
             if self._recipe_in is not None:
                 name = signal.Signals(self._signal).name
-                process.say(f"\nhytrain-cluster: {name}: the run is told to end; a second one ends it at once")
+                say(f"\nhytrain-cluster: {name}: the run is told to end; a second one ends it at once")
             yield 128 + self._signal, self._signal
         if time.monotonic() >= self._end_s:
             self._end_s = math.inf
-            process.say("\nhytrain-cluster: the time is up: the run is told to end")
+            say("\nhytrain-cluster: the time is up: the run is told to end")
             yield EXIT_AGAIN, signal.SIGTERM
         while self._for_program:
             number = self._for_program.pop(0)
@@ -384,7 +382,7 @@ class Supervisor:
         if self._recipe_in is not None and (status == 0 or (self.socket_dir / saved.FINISHED).exists()):
             return 0  # that was its last step
         if asked == EXIT_AGAIN and self._recipe_in is not None and run_folder.progress(self.run_dir) == self._progress:
-            process.say("hytrain-cluster: nothing was trained in this time")
+            say("hytrain-cluster: nothing was trained in this time")
             return 1
         return status if asked == EXIT_AGAIN and status not in (0, 128 + signal.SIGTERM) else asked
 
@@ -400,7 +398,7 @@ class Supervisor:
             output.pass_on(select.select([*output.pipes, trainer.pidfd], [], [], remaining)[0])
         output.drain()
         way_on = "" if self._recipe_in is None else f"; {saved.way_on(self._recipe_in)}"
-        process.say(f"hytrain-cluster: a second signal has ended the run at once{way_on}")
+        say(f"hytrain-cluster: a second signal has ended the run at once{way_on}")
         return 128 + self._signal
 
     def attend(self, parent: int) -> int:
@@ -416,7 +414,7 @@ class Supervisor:
                 os.read(self._wake_read, select.PIPE_BUF)
             ended = self._ended_of(readable)
         if ended and parent not in readable:
-            process.say(process.describe_end(ended[0]))
+            say(process.describe_end(ended[0]))
             return ended[0].exit_status() or 1
         seats = [seat_file(str(self.socket_dir), rank) for rank in range(1, self._ranks)]
         while not ended and any(map(holder, seats)):
@@ -439,7 +437,7 @@ class Supervisor:
             grace_s=lambda child: RECORDS_GRACE_S if child.name == coordinator else STOP_GRACE_S,
         ):
             if child.name == str(COORDINATOR):
-                process.say(
+                say(
                     f"hytrain-cluster: {child.name} (process {child.process.pid}) hung and was killed: the last "
                     f"records are missing in {self.run_dir}"
                 )
@@ -448,7 +446,7 @@ class Supervisor:
             try:
                 trace.merge(self.run_dir)
             except OSError as error:
-                process.say(f"hytrain-cluster: no timeline: {error}")
+                say(f"hytrain-cluster: no timeline: {error}")
         if self.socket_dir != Path():
             shutil.rmtree(self.socket_dir, ignore_errors=True)
 
@@ -476,12 +474,12 @@ def _in_foreground() -> bool:
         return False
 
 
-def _check_length(socket_dir: Path, ranks: int) -> None:
-    """Raise `ConfigError` if the path of a trainer's socket would be too long."""
+def _socket_folder() -> Path:
+    """A new folder that only this user can enter. Raises `ConfigError`."""
     try:
-        endpoint(str(socket_dir), f"trainer-{ranks - 1}-{secrets.token_hex(4)}")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary()))
+    except OSError as error:
+        raise ConfigError(f"there is no place for sockets: {error}; set another TMPDIR") from None
 
 
 def _environment() -> dict[str, str]:

@@ -10,13 +10,17 @@ import os
 import select
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from workers.output import Output, output, say
+
 #: A line that is longer is shown in parts.
 LONGEST_LINE: Final = 1 << 20
+#: A pipe holds no more than so many pieces of so much.
+READ_BYTES: Final = 1 << 16
+READS: Final = 16
 
 
 @dataclass
@@ -24,7 +28,7 @@ class Pipe:
     """Where the content of a pipe goes."""
 
     log: IO[bytes]
-    target: int
+    target: Output
     in_lines: bool
     #: The beginning of a line.
     rest: bytes = b""
@@ -35,12 +39,7 @@ class Pipe:
         ends = max(content.rfind(b"\n"), content.rfind(b"\r")) + 1
         whole = not self.in_lines or all_of_it or len(content) - ends > LONGEST_LINE
         ready, self.rest = (content, b"") if whole else (content[:ends], content[ends:])
-        view = memoryview(ready)
-        try:
-            while view:
-                view = view[os.write(self.target, view) :]
-        except OSError:
-            pass  # the reader is gone or the terminal is closed; the log is complete
+        self.target.write(ready)
 
 
 class Tee:
@@ -71,22 +70,21 @@ class Tee:
         copy = log.open("ab", buffering=0)
         self._logs.append(copy)
         for pipe, stream in ((out, sys.stdout), (err, sys.stderr)):
-            self.pipes[pipe] = Pipe(copy, stream.fileno(), in_lines)
+            self.pipes[pipe] = Pipe(copy, output(stream), in_lines)
 
     def pass_on(self, readable: Iterable[int]) -> bool:
         """Copy what has arrived on our pipes among `readable`. Returns False if nothing has."""
         return any([self._pass_on(pipe) for pipe in readable if pipe in self.pipes])
 
     def _pass_on(self, descriptor: int) -> bool:
-        chunk = os.read(descriptor, 65536)
+        chunk = os.read(descriptor, READ_BYTES)
         pipe = self.pipes[descriptor]
         try:
             pipe.log.write(chunk)
         except OSError as error:
             if pipe.log.name not in self._unwritable:
                 self._unwritable.add(pipe.log.name)
-                with suppress(OSError):  # it may go to a file on the same disk
-                    print(f"{pipe.log.name} lacks output from here on: {error.strerror}", file=sys.stderr)
+                say(f"{pipe.log.name} lacks output from here on: {error.strerror}")
         pipe.show(chunk, all_of_it=not chunk)
         if not chunk:
             os.close(descriptor)
@@ -94,9 +92,10 @@ class Tee:
         return bool(chunk)
 
     def drain(self) -> None:
-        """Copy what was written before the end, without waiting: a process that is left may hold the pipes."""
-        while self.pass_on(select.select([*self.pipes], [], [], 0)[0]):
-            pass
+        """Copy what was written before the end, without waiting: a process that is left may go on writing."""
+        for _ in range(READS):
+            if not self.pass_on(select.select([*self.pipes], [], [], 0)[0]):
+                break
         for pipe in self.pipes.values():
             pipe.show(b"", all_of_it=True)
 

@@ -9,6 +9,7 @@ from the newest checkpoint.
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import logging
 import sys
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--terminal", action="store_true", help="show a progress bar")
     parser.add_argument("--again", action="store_true", help="go on from the newest checkpoint, if there is one")
     arguments = parser.parse_args()
+    atexit.register(gc.freeze)  # nothing is looked through for garbage at the process's end: that would take a second
     worker_logging()
     launch = torchrun()
     voices = None if launch is None or launch.world == 1 else _join(launch)
@@ -68,7 +70,6 @@ def main() -> int:
         print(f"hytrain: {sentence}" if status else sentence, file=sys.stderr if status else sys.stdout)
     if voices is not None and not status:
         voices.leave()
-    gc.freeze()  # nothing is looked through for garbage at the process's end: that would take a second
     return status
 
 

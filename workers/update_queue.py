@@ -2,7 +2,7 @@
 
     GradReady ────────────▶ queued, in forward order ─▶ next_tile() … tile_done() ─▶ WeightsReady
               ─(Verdict)──▶
-    TakeOver ─▶ owned                          owned ─▶ GiveUp
+    TakeOver, Counted ─▶ owned                 owned ─▶ GiveUp
 
 Layers are updated in tiles of some million elements. The optimizer asks for the next tile after each one, so a layer
 whose weights are needed sooner goes first. A layer that was interrupted keeps its progress. A tile takes a few
@@ -16,6 +16,8 @@ speculative update reads the current bank and writes the other one. Its WeightsR
     skipped          the current bank is unchanged: the layer is announced
 
 A GradReady that says that the norm already exceeds its limit ends the speculation of its step.
+
+The queue counts each segment's updates. A GradReady says the count that its update is to have, and both must agree.
 """
 
 from __future__ import annotations
@@ -79,13 +81,15 @@ class _Work:
 class UpdateQueue:
     """The layers that the optimizer owns, and the updates that it still has to make.
 
-    `banks[lid][i]` is the current bank of segment i of an owned layer. `speculate` is the mode of the next steps.
+    `banks[lid][i]` is the current bank of segment i of an owned layer, `counts[lid][i]` the number of its updates, once
+    it was told. `speculate` is the mode of the next steps.
     """
 
     layers: tuple[Layer, ...]
     tile_numel: int = TILE_NUMEL
     positions: list[int] = field(default_factory=list)
     banks: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    counts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     speculate: bool = False
     step: int = -1
     _groups: tuple[Hyper, ...] = ()
@@ -120,11 +124,25 @@ class UpdateQueue:
             raise QueueError(f"TakeOver of layer {lid} with {len(banks)} banks")
         self.banks[lid] = banks
 
+    def counted(self, lid: int, counts: tuple[int, ...]) -> None:
+        """So many updates have been made of the layer's segments.
+
+        Raises `QueueError` if the layer is not owned or is being updated, or if these are not its segments.
+        """
+        if lid not in self.banks:
+            raise QueueError(f"Counted of layer {lid}, which is not owned")
+        if lid in self._work:
+            raise QueueError(f"Counted of layer {lid}, which is being updated")
+        if len(counts) != len(self.layers[lid].segments):
+            raise QueueError(f"Counted of layer {lid} with {len(counts)} counts")
+        self.counts[lid] = counts
+
     def give_up(self, lid: int) -> None:
         """The GPU owns the layer from now on. Raises `QueueError` while an update of it is unfinished."""
         if lid not in self.banks or lid in self._work:
             raise QueueError(f"GiveUp of layer {lid}, which is {'being updated' if lid in self._work else 'not owned'}")
         del self.banks[lid]
+        self.counts.pop(lid, None)
 
     def learn_positions(self, positions: tuple[int, ...]) -> None:
         """The forward order was observed. Priorities follow it from now on."""
@@ -167,11 +185,14 @@ class UpdateQueue:
         if work.ahead and (verdict.skipped or verdict.scale != 1.0):
             work.begin_anew()
         work.scale = verdict.scale
-        return self._finish(lid) if verdict.skipped or work.is_complete else None
+        return self._finish(lid, skipped=verdict.skipped) if verdict.skipped or work.is_complete else None
 
-    def _finish(self, lid: int) -> WeightsReady:
+    def _finish(self, lid: int, *, skipped: bool = False) -> WeightsReady:
         """The layer's update is final. If it was ahead of its verdict, the other bank becomes current."""
         work, banks = self._work.pop(lid), self.banks[lid]
+        if not skipped:
+            pairs = zip(self.counts[lid], work.ready.counts, strict=True)
+            self.counts[lid] = tuple(count or last for last, count in pairs)
         if work.ahead:
             banks = tuple(1 - bank if count else bank for bank, count in zip(banks, work.ready.counts, strict=True))
         self.banks[lid], self._done[lid] = banks, work.ready.step
@@ -199,6 +220,9 @@ class UpdateQueue:
         segments = self.layers[lid].segments
         if len(message.counts) != len(segments):
             raise QueueError(f"GradReady of layer {lid} counts {len(message.counts)} of {len(segments)} segments")
+        known = self.counts.get(lid)
+        if known is None or any(count not in (0, last + 1) for last, count in zip(known, message.counts, strict=True)):
+            raise QueueError(f"GradReady of layer {lid} counts updates {message.counts} after {known}")
         if any(segment.group >= len(self._groups) for segment in segments):
             raise QueueError(f"layer {lid} has a parameter group that StepBegin({self.step}) did not name")
         work = self._work[lid] = _Work(message, self._groups)
@@ -253,7 +277,7 @@ class UpdateQueue:
 
     def check(self) -> None:
         queued, waiting = {lid for _, lid in self._heap}, set(self._work) - {lid for _, lid in self._heap}
-        assert set(self._work) <= set(self.banks), "updates are owed only on layers that are owned"
+        assert set(self._work) <= set(self.counts) <= set(self.banks), "updates are owed only on layers that are owned"
         assert queued <= set(self._work) and len(queued) == len(self._heap), "the heap has each update once"
         assert waiting <= self._unjudged <= set(self._work), "an update that is not queued awaits a verdict"
         assert not self._unjudged or (self._awaits_verdict and self._verdict is None), "none was given"

@@ -6,7 +6,7 @@
                                                   └─▶ /timeline the picture of one that was drawn meanwhile
 
 Whoever has the address with its token may look. Nothing here can change a run, or slow it down: the coordinator does
-not wait for monitors.
+not wait for monitors. Who asks for nothing, or does not read the answer, is disconnected.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from workers import monitor_view as view
 from workers import report, timeline
 
 if TYPE_CHECKING:
+    import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
@@ -47,20 +48,29 @@ EVERY_S: Final = 0.5
 STOP_S: Final = 15.0
 #: So many records wait for a page that reads slowly; it loses older ones.
 KEPT: Final = 512
+#: The records of one event take at most so much, but for a single one.
+NEWS_BYTES: Final = 1 << 18
+#: A connection that has not asked, or has read nothing of what waits for it, ends after so long.
+PATIENCE_S: Final = 10.0
+#: So many connections are served at a time.
+CONNECTIONS: Final = 64
+#: No other site hears the address, which has the token, and no cache keeps what it shows. A connection has one request.
+HEADERS: Final = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "Connection": "close"}
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Feed:
     """What comes from a run's coordinator: the newest status, and the last records as they came.
 
-    It looks at the processes itself, so that their CPU shares do not depend on how many pages ask. `name` tells the run
-    from others.
+    It looks at the processes itself, so that neither their CPU shares nor what that costs depend on how many pages ask.
+    `name` tells the run from others.
     """
 
     def __init__(self, name: str, folder: Path, look: Callable[[m.Status], view.Snapshot]) -> None:
         self.name, self.folder, self._look = name, folder, look
         self.status: m.Status | None = None
         self._seen: view.Snapshot | None = None
+        self._shown: dict[str, Any] = {}  # what pages show of it
         self._seen_s = -math.inf
         self.ended = self.stops = False
         self._end = "the run has ended"
@@ -93,7 +103,13 @@ class Feed:
             self.ended = True
 
     def _see(self, status: m.Status) -> None:
-        self._seen, self._seen_s = self._look(status), time.monotonic()
+        seen = self._look(status)
+        self._shown = {
+            "processes": json.loads(view.as_json(seen))["processes"],
+            "cores": [group.cells for group in view.cores(seen)],
+            "memory": _memory_rows(status),
+        }
+        self._seen, self._seen_s = seen, time.monotonic()
 
     def news(self, after: int) -> tuple[int, dict[str, Any]]:
         """What has come after so many records: how many there are by now, and what a page shows."""
@@ -102,20 +118,29 @@ class Feed:
             return after, {"records": [], "state": self._end if self.ended else "waiting for the coordinator"}
         troubles = () if self.ended else seen.troubles
         return known[-1][0] if known else after, {
-            "records": [json.loads(record) for number, record in known if number > after],
+            "records": [json.loads(record) for record in _newest(known, after)],
             "state": self._end if self.ended else "; ".join(trouble.text for trouble in troubles),
             "about": "; ".join(trouble.about for trouble in troubles),  # the same as long as the same is wrong
             "line": view.line(status) if status.record != "{}" else "no step has ended yet",
             "reason": status.reason,
-            "processes": json.loads(view.as_json(replace(seen, status=status)))["processes"],
-            "cores": [group.cells for group in view.cores(seen)],
-            "memory": _memory_rows(status),
+            **self._shown,
             "drawn": self.drawn(),
         }
 
     def drawn(self) -> str:
         """Which timeline is in the run's folder; "" is none."""
         return "-".join(map(str, trace.identity(self.folder) or ()))
+
+
+def _newest(known: Sequence[tuple[int, str]], after: int) -> list[str]:
+    """The records after so many, the newest one last; of many large ones only the newest."""
+    found, nbytes = deque[str](), 0
+    for number, record in reversed(known):
+        nbytes += len(record)
+        if number <= after or (found and nbytes > NEWS_BYTES):
+            break
+        found.appendleft(record)
+    return list(found)
 
 
 def _memory_rows(status: m.Status) -> list[tuple[str, ...]]:
@@ -143,9 +168,9 @@ def application(feeds: Sequence[Feed], token: str) -> Starlette:
         return HTMLResponse(report.page([_story(folder) for folder in folders], datetime.now(UTC), live=live))
 
     def drawing(request: Request) -> Response:
-        given = request.query_params.get("run") or ""
-        run = int(given) if given.isdecimal() else len(feeds)
-        if run >= len(feeds):
+        runs = {str(number): number for number in range(len(feeds))}
+        run = runs.get(request.query_params.get("run") or "")
+        if run is None:
             return PlainTextResponse("there is no such run\n", 404)
         return HTMLResponse(report.timelines(names[run], timeline.of_run(folders[run])))
 
@@ -167,17 +192,20 @@ def application(feeds: Sequence[Feed], token: str) -> Starlette:
 
     def stream(request: Request) -> Response:
         known = request.headers.get("last-event-id") or request.query_params.get("after") or ""
-        given = [int(count) for count in known.split(",") if count.isdecimal()]
+        given = [int(count) for count in known.split(",") if count.isdecimal() and len(count) < 16]
         counts = given if len(given) == len(feeds) else [feed.count for feed in feeds]
-        headers = {"Cache-Control": "no-store"}
-        return StreamingResponse(events(counts), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(events(counts), media_type="text/event-stream")
 
     def guarded(answer: Callable[[Request], Response]) -> Callable[[Request], Response]:
         def checked(request: Request) -> Response:
             given = request.query_params.get("token") or ""
             if secrets.compare_digest(given.encode(), token.encode()):
-                return answer(request)
-            return PlainTextResponse("open the address that hytrain-monitor has printed, with its token\n", 403)
+                response = answer(request)
+            else:
+                said = "open the address that hytrain-monitor has printed, with its token\n"
+                response = PlainTextResponse(said, 403)
+            response.headers.update(HEADERS)
+            return response
 
         return checked
 
@@ -219,22 +247,50 @@ def _escaped(value: str) -> str:
     return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
+def server(app: Starlette) -> uvicorn.Server:
+    """Serves the addresses, to those who ask and read."""
+    import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Connection(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.loop.call_later(PATIENCE_S, self._look, 0)
+
+        def _look(self, before: int) -> None:
+            """`before`: so many bytes waited for the reader at the last look."""
+            waiting = self.transport.get_write_buffer_size()
+            if self.cycle is None or 0 < waiting == before:
+                self.transport.abort()
+            elif waiting or not self.transport.is_closing():
+                self.loop.call_later(PATIENCE_S, self._look, waiting)
+
+    config = uvicorn.Config(
+        app,
+        http=Connection,
+        ws="none",
+        limit_concurrency=CONNECTIONS,
+        log_level="error",
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)
+
+
 def serve(runs: Sequence[tuple[Feed, Iterable[m.Status]]], port: int, token: str) -> None:
     """Serve runs until interrupted, each with the statuses that its feed follows; print the address.
 
     Raises `ConfigError` without the packages, or for a taken port.
     """
     try:
-        import starlette  # noqa: F401, only checks that it exists
-        import uvicorn
+        import starlette  # noqa: F401, only checks that they exist
+        import uvicorn  # noqa: F401
     except ImportError:
         raise ConfigError("--web needs starlette and uvicorn: python -m pip install 'hytrain[monitor]'") from None
     try:
         listening = socket.create_server((HOST, port))
     except (OSError, OverflowError) as error:
         raise ConfigError(f"port {port}: {error}; choose another with --web PORT, or 0 for a free one") from None
-    app = application([feed for feed, _ in runs], token)
-    config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)
+    serving = server(application([feed for feed, _ in runs], token))
     threads = [
         threading.Thread(target=feed.follow, args=(statuses,), name="feed", daemon=True) for feed, statuses in runs
     ]
@@ -242,7 +298,7 @@ def serve(runs: Sequence[tuple[Feed, Iterable[m.Status]]], port: int, token: str
         thread.start()
     print(f"http://{HOST}:{listening.getsockname()[1]}/?{urlencode({'token': token})}", flush=True)
     try:
-        uvicorn.Server(config).run([listening])
+        serving.run([listening])
     finally:
         for feed, _ in runs:
             feed.stops = True

@@ -57,10 +57,10 @@ def plane_dtypes(parameter: nn.Parameter, rule: str, precision: Precision) -> di
 class TrainedParameter:
     """One parameter that HyTrain trains.
 
-    `count` is its number of updates. `step` and `backward` are the last step and backward in which it had a gradient.
-    `awaited` says that its last update has been waited for, so that it may be read. `own` is an alias of the storage
-    that HyTrain writes. `found` was autograd's version counter at construction. `version` is the counter's value while
-    nobody else writes the parameter, or None if other tensors share the counter.
+    `count` is its number of updates, which `restore` sets. `step` and `backward` are the last step and backward in
+    which it had a gradient. `awaited` says that its last update has been waited for, so that it may be read. `own` is
+    an alias of the storage that HyTrain writes. `found` was autograd's version counter at construction. `version` is
+    the counter's value while nobody else writes the parameter, or None if other tensors share the counter.
     """
 
     def __init__(
@@ -80,6 +80,12 @@ class TrainedParameter:
         self._plain: type = type(parameter)
         self._watched: type = type(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
+
+    def restore(self, count: int) -> None:
+        """Its state, with which it has had so many updates, is loaded."""
+        self.count = count
+        for layer, _ in self.places:
+            layer.is_counted = False
 
     def watch_with(self, watched: type) -> None:
         """From now on `watch` gives the parameter the class `watched`, and `unwatch` its present one."""
@@ -190,7 +196,7 @@ class TrainedLayer:
     `returned` when its state is back from a visit, or has come from the GPU. `source` are the planes that the weights
     came from, `moving` is the copy of the state to the GPU. `came` is the step in which the GPU last took over updates
     from the CPU or from visits, or -1. `streamed` is its block, if that may be streamed: then the arena's `weights`
-    are current also where the GPU updates.
+    are current also where the GPU updates. `is_counted`: the optimizer knows how many updates it has had.
     """
 
     lid: int
@@ -209,6 +215,7 @@ class TrainedLayer:
     moving: Moving | None = None
     came: int = -1
     streamed: StreamedBlock | None = None
+    is_counted: bool = False
 
     @property
     def weights(self) -> list[Tensor]:

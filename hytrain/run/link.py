@@ -2,12 +2,13 @@
 
     sender     post() ──queue──▶ wait for the copy's event, if one is given ──▶ the listener's on_departure ──▶ outbox
     receiver   inbox, deaths ──▶ the listener's on_message, on_failure
+    logs       of one step ──▶ one message, before the next one to the coordinator or when that pings
 
 Each socket belongs to one thread. The sender waits for a copy before it sends the message posted with it, so a
 GradReady never overtakes its gradient. Messages leave in the order in which they are posted.
 
 If the coordinator dies, training goes on. Another one introduces itself, and gets, with `rejoin`, what the first one
-knew: reports and logs are kept until they are recorded.
+knew: reports and logs are kept until they are recorded. At the end, `leave` waits until all are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol, TypeVar
@@ -69,6 +70,10 @@ THREAD_PREFIX: Final = "hytrain-link-"
 _COORDINATOR: Final = "the coordinator process"
 #: So many reports and logs are kept while nobody records them; then the oldest ones go.
 KEPT: Final = 100_000
+#: A message has a step's numbers up to so many bytes. More follow in another one.
+LOG_BYTES: Final = 4 << 20
+#: What a number takes, beside its name.
+NUMBER_BYTES: Final = 16
 RETRY_S: Final = 0.05
 #: Another coordinator is there after a second, on a busy machine later.
 START_TIMEOUT_S: Final = 60.0
@@ -125,7 +130,7 @@ class _Job:
 
 
 class Link:
-    """The trainer's connection to optimizer and coordinator. Call `join`, `agree`, `start`, `post`, then `close`."""
+    """The trainer's connection to optimizer and coordinator. `join` it, `agree`, `start`, `post`, `leave`, `close`."""
 
     def __init__(self, place: PrivateCluster | Seat, *, timeout_s: float) -> None:
         """`place` is the trainer's place in its cluster."""
@@ -155,6 +160,11 @@ class Link:
         self._keeping = threading.Lock()
         self._unrecorded: deque[TrainerReport | Log] = deque(maxlen=KEPT)
         self._recorded_s = -math.inf
+        self._log: Log | None = None  # the numbers of a step that have not been sent yet
+        self._log_bytes = 0
+        self._told = 0  # the coordinator that has our Goodbye
+        self._dismissed = threading.Event()  # it has recorded everything
+        self._unsent = 0  # messages that the coordinator did not read in time
         #: Another coordinator wants to know what the first one knew.
         self.is_asked = False
 
@@ -279,18 +289,48 @@ class Link:
 
     def post(self, to: str, what: Message | Draft, *, after: Transfer | None = None) -> None:
         """Send a message to role `to` once `after` has finished. A draft is turned into one by `on_departure`."""
-        if to == "coordinator" and isinstance(what, TrainerReport | Log):
+        if to == "coordinator":
+            self._send_log()
+        if isinstance(what, TrainerReport):
             self._keep(what)
         elif isinstance(what, PositionsLearned):
             self._positions = what
         self._jobs.put(_Job(to, what, after))
 
-    def _keep(self, message: TrainerReport | Log) -> None:
-        """Keep a message until it is recorded, or, if it is a log, the next report."""
+    def log(self, log: Log) -> None:
+        """Tell the coordinator the loop's numbers, those of one step together. The caller hands `log` over.
+
+        A loop may log each number by itself, and thousands of them in a step.
+        """
+        nbytes = log_bytes(log.numbers)
         with self._keeping:
-            self._unrecorded.append(message)
-            while (report := self._first_report()) is not None and report.at_s <= self._recorded_s:
-                while self._unrecorded.popleft() is not report:
+            known = self._log
+            if known is not None and log.renames is None and (known.step, known.ahead) == (log.step, log.ahead):
+                if self._log_bytes + nbytes <= LOG_BYTES:
+                    for name, number in log.numbers.items():
+                        if log.ahead or name not in known.numbers:  # as `workers.records` takes them one by one
+                            known.numbers[name] = number
+                    self._log_bytes += nbytes
+                    return
+            self._post_log()
+            self._log, self._log_bytes = log, nbytes
+
+    def _send_log(self) -> None:
+        with self._keeping:
+            self._post_log()
+
+    def _post_log(self) -> None:
+        log, self._log = self._log, None
+        if log is not None:
+            self._unrecorded.append(log)
+            self._jobs.put(_Job("coordinator", log, None))
+
+    def _keep(self, report: TrainerReport) -> None:
+        """Keep a report until it is recorded. Logs are kept until the next report is."""
+        with self._keeping:
+            self._unrecorded.append(report)
+            while (first := self._first_report()) is not None and first.at_s <= self._recorded_s:
+                while self._unrecorded.popleft() is not first:
                     pass
 
     def _first_report(self) -> TrainerReport | None:
@@ -309,16 +349,29 @@ class Link:
                 if message is not None:
                     self._jobs.put(_Job("coordinator", message, None))
 
-    def await_coordinator(self) -> None:
-        """If the coordinator has died, wait until another one knows us, as long as there is somebody to start one."""
-        ends_s = time.monotonic() + START_TIMEOUT_S
-        while has_ended(self.coordinator_pid) or not self._is_known:
-            if time.monotonic() >= ends_s or has_ended(self._cluster.launcher_pid):
+    def leave(self, rejoin: Callable[[], None]) -> None:
+        """Say Goodbye to the coordinator, and return once it has recorded everything, and said Goodbye, too.
+
+        If it dies before, another one is waited for, as long as there is somebody to start one; `rejoin` tells that
+        one everything.
+        """
+        seen: object = None
+        ends_s = math.inf
+        while not self._dismissed.wait(RETRY_S if seen else 0.0):
+            dead, now_s = has_ended(self.coordinator_pid) or not self._is_known, time.monotonic()
+            if not dead and (self._told != self.coordinator_pid or self.is_asked):
+                rejoin()
+                self._told = self.coordinator_pid
+                self.post("coordinator", Goodbye())
+            if seen != (seen := (dead, self.coordinator_pid, self._recorded_s)):
+                ends_s = now_s + (START_TIMEOUT_S if dead else LINGER_S)
+            if now_s >= ends_s or (dead and has_ended(self._cluster.launcher_pid)):
                 with self._keeping:
-                    lost = sum(isinstance(message, TrainerReport) for message in self._unrecorded)
-                _log.warning("there is no other coordinator yet: the records of up to %d steps are lost", lost)
+                    reports = [message for message in self._unrecorded if isinstance(message, TrainerReport)]
+                lost = sum(report.at_s > self._recorded_s for report in reports)
+                who = "there is no other coordinator yet" if dead else "the coordinator does not answer"
+                _log.warning("%s: the records of up to %d steps are lost", who, lost)
                 return
-            time.sleep(RETRY_S)
 
     def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile | PlanesRefused:
         """The next arena from the optimizer, or why there is none for a layer.
@@ -341,7 +394,8 @@ class Link:
         self._closed = True
         for role, outbox in self._outboxes.items():
             if self._threads:
-                self.post(role, Goodbye())
+                if role != "coordinator" or self._told != self.coordinator_pid:
+                    self.post(role, Goodbye())
             else:  # construction failed before the sender was started
                 outbox.send(Goodbye())
         self._jobs.put(None)
@@ -356,8 +410,8 @@ class Link:
         self._arenas.close()
         pids = {"optimizer": self._cluster.optimizer_pids[self.address.rank], "coordinator": self.coordinator_pid}
         for role, outbox in self._outboxes.items():
-            if has_ended(pids[role]):
-                outbox.linger_s = 0.0  # nobody is left to hear it
+            if has_ended(pids[role]) or has_ended(self._cluster.launcher_pid):
+                outbox.linger_s = 0.0  # nobody is left to hear it, or will be in a moment
         if not any(thread.is_alive() for thread in self._threads):
             self._network.close()
 
@@ -372,8 +426,14 @@ class Link:
                 except PeerNotReading as full:
                     if job.to != "coordinator":
                         raise
-                    _log.warning("the coordinator does not read, so its records have gaps; training goes on: %s", full)
+                    if not self._unsent:
+                        _log.warning(
+                            "the coordinator does not read: records will be missing; training goes on: %s", full
+                        )
+                    self._unsent += isinstance(message, TrainerReport | Log)
                 del job
+            if self._unsent:
+                _log.warning("the coordinator did not read %d reports and logs: records are missing", self._unsent)
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "sending"))
 
@@ -430,12 +490,15 @@ class Link:
                     if silence.ends():
                         _log.warning("the coordinator is heard again")
                     self._recorded_s = incoming.message.recorded_s or self._recorded_s
+                    self._send_log()
                     self._inbox.reply(incoming.sender, _pong(listener))
                 elif isinstance(incoming.message, Introduce):
                     self._find_coordinator(incoming.message)
                     silence.ends()
                 elif isinstance(incoming.message, Welcome):
                     self._on_welcome(incoming.message)
+                elif isinstance(incoming.message, Goodbye):
+                    self._dismissed.set()
                 elif isinstance(incoming.message, Failure):
                     listener.on_failure(WorkerDied(self._failure(incoming, incoming.message)))
                 else:
@@ -476,6 +539,11 @@ def _pong(listener: Listener) -> Pong:
         return Pong(waits_for=listener.waits_for)
     folder, writing_s = writing
     return Pong(waits_for=listener.waits_for, writing=str(folder), writing_s=writing_s)
+
+
+def log_bytes(numbers: Mapping[str, float]) -> int:
+    """About how much these take in a message."""
+    return sum(len(name.encode(errors="backslashreplace")) + NUMBER_BYTES for name in numbers)
 
 
 def describe_failure(sender: Address, failure: Failure) -> str:

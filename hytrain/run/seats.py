@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import psutil
 
 from hytrain.config import Cluster
+from protocol.channel import endpoint
+
+#: How the names of socket folders begin.
+FOLDER_PREFIX: Final = "hytrain-"
+#: Where they are if the path of a socket under TMPDIR would be longer than the kernel allows.
+SHORT: Final = "/tmp"
 
 
 class Seat:
@@ -43,6 +50,16 @@ class Seat:
         os.ftruncate(self._descriptor, 0)
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # forked children may have the descriptor open
         os.close(self._descriptor)
+
+
+def temporary() -> str:
+    """Where this user's socket folders are."""
+    folder = tempfile.gettempdir()
+    try:
+        endpoint(os.path.join(folder, f"{FOLDER_PREFIX}12345678"), "trainer-9999-12345678")
+    except ValueError:
+        return SHORT
+    return folder
 
 
 def seat_file(socket_dir: str, rank: int) -> Path:

@@ -42,7 +42,7 @@ from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Judgement, NormSoFar, Verdicts
 from hytrain.tensors import count_write
 from protocol.handles import STATE_PLANES
-from protocol.messages import GradReady, Message, StepBegin, WeightsReady
+from protocol.messages import Counted, GradReady, Message, StepBegin, WeightsReady
 from protocol.placement import VISIT
 from protocol.rules import Hyper
 from protocol.visiting import Turn, put_off
@@ -259,6 +259,11 @@ class Backward:
             self._boundary.finish_plan(step)
         self._verdicts.count_last()
         self._masters.begin_step()
+        for layer in self._layers:
+            if layer.life.placement.updates == "cpu" and not layer.is_counted:
+                layer.is_counted = True
+                counts = tuple(segment.owner.count for segment in layer.segments)
+                self._link.post("optimizer", Counted(lid=layer.lid, counts=counts))
         self._groups = self._read_groups()
         self._put_off = self._visits_after_backward()
         if self._overlap:

@@ -426,8 +426,7 @@ class Engine:
         finally:
             try:
                 if not isinstance(self._health.failure, ClusterError):  # or else there is nobody to tell
-                    self._link.await_coordinator()
-                    self._boundary.rejoin(self._health.life.step)
+                    self._link.leave(lambda: self._boundary.rejoin(self._health.life.step))
             finally:
                 self._health.fail(UsageError(last_words))
                 self._link.close()

@@ -378,6 +378,7 @@ class Handover:
         """
         before, now = layer.life.placement, plan.placement(layer.lid)
         layer.life.place(now)
+        layer.is_counted = False
         if now.updates == "cpu":
             banks = layer.arena.banks
             message = TakeOver(plan_id=plan.plan_id, lid=layer.lid, step=step, banks=banks)

@@ -12,6 +12,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import redirect_stdout, suppress
@@ -28,8 +29,10 @@ from variants import slow
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.errors import ConfigError
 from hytrain.memory.capacity import gpu_memory
+from hytrain.monitoring import live_runs
 from hytrain.recipe import config as recipes
 from hytrain.recipe.saved import latest
+from hytrain.run.seats import SHORT
 from hytrain.state_folder import INDEX
 from protocol.metrics import BY_NAME
 from workers import launcher, run_folder
@@ -304,19 +307,29 @@ def test_programs_do_not_share_a_folder(tmp_path: Path) -> None:
     os.close(lock)
 
 
-@pytest.mark.parametrize(
-    ("what", "sentence"), [("run_dir", "cannot be written to"), ("TMPDIR", "set a shorter TMPDIR")]
-)
-def test_places_that_cannot_be_used_are_one_sentence(
-    what: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (long := tmp_path / ("long" * 30)).mkdir()
-    if what == "TMPDIR":
-        monkeypatch.setenv("TMPDIR", str(long))
-    options = {"run_dir": tmp_path / "file" / "run"} if what == "run_dir" else {}
-    with pytest.raises(ConfigError, match=sentence), adamw(perceptron(), **options):
+    with (
+        pytest.raises(ConfigError, match="cannot be written to"),
+        adamw(perceptron(), run_dir=tmp_path / "file" / "run"),
+    ):
         pass
+
+
+def test_under_a_long_tmpdir_sockets_have_a_short_folder_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Monitors find it, nobody else may enter it, and it goes with the run. The kernel takes no longer path."""
+    (long := tmp_path / ("long" * 30)).mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    model = perceptron()
+    with adamw(model) as opt:
+        train(model, opt, range(2), square_loss)
+        folder = Path(opt._session._cluster.socket_dir)
+        assert folder.parent == Path(SHORT) and stat.S_IMODE(folder.stat().st_mode) == 0o700
+        assert str(folder) in [run.socket_dir for run in live_runs()]
+    assert not folder.exists() and not list(long.glob("hytrain-*"))
 
 
 def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:

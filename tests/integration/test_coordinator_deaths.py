@@ -289,6 +289,33 @@ def test_the_records_are_whole_without_a_goodbye(monkeypatch: pytest.MonkeyPatch
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, 10))
 
 
+def test_deaths_of_two_coordinators_while_a_trainer_leaves_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has been sent everything, and has read nothing of it."""
+    model, post, killed, steps = perceptron(), Link.post, list[int](), 60
+
+    def deadly(self: Link, to: str, what: Any, **after: Any) -> None:
+        if isinstance(what, Goodbye) and to == "coordinator" and len(killed) < 2:
+            dead = psutil.Process(self.coordinator_pid)
+            killed.append(dead.pid)
+            dead.suspend()
+            wait_for(lambda: dead.status() == psutil.STATUS_STOPPED)
+            post(self, to, what, **after)
+            dead.kill()
+            dead.wait(DEADLINE_S)
+        else:
+            post(self, to, what, **after)
+
+    monkeypatch.setattr(Link, "post", deadly)
+    with adamw(model, k=1.0) as opt:
+        for step in range(steps):
+            train(model, opt, [step], square_loss)
+            opt.log(step + 1, loss=step)
+    assert len({*killed}) == 2
+    assert [(record["step"], record["loss"]) for record in records(opt.run_dir)] == [
+        (step + 1, step) for step in range(steps)
+    ]
+
+
 def test_a_coordinator_that_is_stopped_until_the_end_gets_all_records() -> None:
     """Also more than sockets hold. It may take longer than an instant until it reads them, as on a busy machine."""
     model, steps = perceptron(), 1500

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -24,8 +25,10 @@ from programs import CLUSTER, SCRIPTS, read_until, roles_below, started
 from small_models import perceptron, square_loss, vectors
 
 from hytrain.errors import ClusterError, WorkerDied
+from hytrain.run import link
 from hytrain.run.cluster import OBITUARY_S, STOP_TIMEOUT_S, PrivateCluster, has_ended
-from protocol.messages import TakeOver
+from hytrain.step.backward import Departure
+from protocol.messages import GradReady, TakeOver
 from workers.supervisor import RECORDS_GRACE_S, STOP_GRACE_S
 
 pytestmark = pytest.mark.usefixtures("own_run")
@@ -179,6 +182,40 @@ def test_what_an_optimizer_has_failed_of_is_raised_once_it_has_ended() -> None:
         with pytest.raises(WorkerDied, match="optimizer-0 failed.*OwnershipError: layer 0 cannot go to the cpu"):
             train(model, opt, itertools.count(), square_loss)
         assert has_ended(pid)
+
+
+def test_a_count_that_is_wrong_ends_the_run_before_an_update_is_made_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bit of it, on its way: the update would have another bias correction."""
+    model, grad_ready = perceptron(), Departure.grad_ready
+
+    def flipped(self: Departure) -> GradReady:
+        message = grad_ready(self)
+        return replace(message, counts=tuple(count ^ 64 * (self.step == 3) for count in message.counts))
+
+    monkeypatch.setattr(Departure, "grad_ready", flipped)
+    with adamw(model, k=0.0) as opt:
+        with pytest.raises(
+            WorkerDied, match=r"optimizer-0 failed in step 3.*QueueError: .* counts updates \(68, 68\) after \(3, 3\)"
+        ):
+            train(model, opt, itertools.count(), square_loss)
+
+
+def test_a_trainer_whose_launcher_was_killed_waits_for_no_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ends, too: what it has not read by then is for nobody."""
+    monkeypatch.setattr(link, "LINGER_S", 10 * DEADLINE_S)
+    model = perceptron()
+    with adamw(model, k=1.0) as opt:
+        train(model, opt, range(3), square_loss)
+        workers = {known: psutil.Process(pid) for known, pid, _ in opt.processes() if pid != os.getpid()}
+        workers["coordinator"].suspend()
+        for name in "abcdefgh":
+            opt.log(3, **{name * (1 << 20): 1.0})
+        workers["launcher"] = launcher = workers["optimizer"].parent() or psutil.Process()
+        launcher.kill()
+        with pytest.raises(WorkerDied):
+            train(model, opt, itertools.count(3), square_loss)
+    workers["coordinator"].resume()
+    wait_for_ends(workers)
 
 
 KILLS_ITSELF = "os.kill(os.getpid(), signal.SIGKILL)"

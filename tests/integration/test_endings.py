@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -395,6 +396,56 @@ def test_a_run_whose_terminal_is_gone_still_ends_with_a_checkpoint(tmp_path: Pat
         launcher.terminate()
         assert launcher.wait(DEADLINE_S) == 128 + signal.SIGTERM
     assert latest(tmp_path / "run") is not None
+
+
+@pytest.fixture
+def unread() -> Iterator[int]:
+    """The end of a full pipe that nobody reads, as a terminal after Ctrl-S."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with suppress(BlockingIOError):
+        while os.write(write, b"." * 4096):
+            pass
+    os.set_blocking(write, True)
+    yield write
+    os.close(read)
+    os.close(write)
+
+
+def test_a_run_whose_terminal_does_not_read_ends_with_a_checkpoint_when_it_is_told_to(
+    tmp_path: Path, unread: int
+) -> None:
+    recipe, job = recipe_in(tmp_path), environment(HYTRAIN_RUN_DIR=None)
+    with started(sys.executable, CLUSTER, recipe, env=job, stdout=unread, stderr=unread) as launcher:
+        wait_for_step(launcher, tmp_path / "run", 2)
+        launcher.terminate()
+        assert launcher.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    assert latest(tmp_path / "run") is not None
+
+
+FLOOD = """
+import threading, torch, hytrain
+def flood():
+    while True:
+        print(".", end="", flush=True)
+model = torch.nn.Linear(4, 4)
+opt = hytrain.SGD(model)
+threading.Thread(target=flood, daemon=True).start()
+while True:
+    model(torch.ones(4)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_a_death_is_noticed_behind_output_that_never_ends_and_nobody_reads(tmp_path: Path, unread: int) -> None:
+    (tmp_path / "flood.py").write_text(FLOOD)
+    job = environment(HYTRAIN_RUN_DIR=str(tmp_path / "run"))
+    with started(sys.executable, CLUSTER, tmp_path / "flood.py", env=job, stdout=unread, stderr=unread) as launcher:
+        wait_for_step(launcher, tmp_path / "run", 2)
+        wait_for(lambda: (tmp_path / "run" / "logs" / "trainer-0.log").stat().st_size)
+        roles_below(psutil.Process(launcher.pid))["optimizer"].kill()
+        assert launcher.wait(DEADLINE_S) == 128 + signal.SIGKILL
 
 
 def test_a_copy_of_a_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

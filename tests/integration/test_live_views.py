@@ -10,16 +10,21 @@ import signal
 import sys
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import DEADLINE_S, adamw, train, train_until
+from helpers import DEADLINE_S, adamw, process, records, train, train_until
 from programs import read_until, started
 from small_models import perceptron, square_loss
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from hytrain.errors import MissingPackage
+from hytrain.errors import MissingPackage, UsageError
+from hytrain.monitoring import Client
+from hytrain.run import link
+from protocol.channel import Outbox
+from protocol.messages import Pong
 from protocol.metrics import BY_NAME
 from workers.monitor import EXIT_INTERRUPTED
 
@@ -113,6 +118,58 @@ def test_a_loops_numbers_reach_tensorboard() -> None:
     assert found["loss"] == [(step, float(step)) for step in range(1, 5)]
     assert found["k"] == [(2, pytest.approx(k)), (4, pytest.approx(k))]
     assert found.keys() == {"loss", "k", "step_s", "stall_s"} <= BY_NAME.keys()
+
+
+@pytest.mark.usefixtures("own_run")
+def test_numbers_logged_one_by_one_arrive_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, at and after their step: each record has all of them. They leave when something is sent, or is asked."""
+    send, left, asked = Outbox.send, Counter[str](), list[object]()
+    monkeypatch.setattr(
+        Outbox, "send", lambda self, message: left.update([type(message).__name__]) or send(self, message)
+    )
+    monkeypatch.setattr(link, "_pong", lambda listener: asked.append(listener) or Pong())
+    model, steps, numbers = perceptron(), 6, 1500
+    with adamw(model, k=0.5) as opt:
+        for step in range(1, steps + 1):
+            for number in range(numbers):
+                opt.log(step, **{f"ahead{number}": number, "again": number})
+            train(model, opt, range(step - 1, step), square_loss)
+            for number in range(numbers):
+                opt.log(step, **{f"after{number}": number, "again": -1.0})
+        for step in range(1, steps + 1):
+            opt.log(step, late=step)
+    found = records(opt, steps)
+    assert [(record["step"], record["late"], record["again"]) for record in found] == [
+        (step, step, numbers - 1.0) for step in range(1, steps + 1)
+    ]
+    expected = {f"{when}{number}": number for number in range(numbers) for when in ("ahead", "after")}
+    assert all(record | expected == record for record in found)
+    assert left["Log"] <= 3 * steps + len(asked)
+
+
+@pytest.mark.usefixtures("own_run")
+def test_a_mistake_in_logging_costs_no_training() -> None:
+    """What no record could have is refused at once. Records that are wider than a message leave nobody behind."""
+    model, third = perceptron(), "x" * (3 << 20)
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(2), square_loss)
+        coordinator = process(opt, "coordinator").pid
+        for step in (-1, 2**53, 2**64):
+            with pytest.raises(UsageError, match="steps are counted from"):
+                opt.log(step, loss=1.0)
+        with pytest.raises(UsageError, match="with 2 numbers takes 6291490 bytes, above 4194304"):
+            opt.log(2, **{f"{name}{third}": 1.0 for name in "ab"})
+        with pytest.raises(OverflowError):
+            opt.log(2, loss=10**400)
+        for name in "abcdef":
+            opt.log(2, **{f"{name}{third}": 1.0})
+        train(model, opt, range(2, 9), square_loss)
+        assert process(opt, "coordinator").pid == coordinator
+        with Client(str(opt.run_dir)) as client:
+            assert all(len(name) < 100 for record in client.history() for name in record)
+    found = records(opt, 9)
+    assert [record["step"] for record in found] == [*range(1, 10)]
+    assert {name[0] for name in found[1] if name.endswith(third)} == {*"abcdef"}
 
 
 def test_a_tracker_that_is_not_installed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
