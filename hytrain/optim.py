@@ -342,6 +342,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _note_groups(self) -> None:
         """Remember what the groups are, to notice when the loop changes more than it may."""
+        self._kept = [parameter for group in self.param_groups for parameter in group["params"]]  # by nothing else
         self._group_ids = group_ids(self.param_groups)
         self._rules = [self.algorithm.rule(group) for group in self.param_groups]
         self._no_state.planes = {

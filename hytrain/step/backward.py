@@ -10,17 +10,14 @@ others wait. `hooks` calls from autograd's threads, `link` from its own two thre
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
@@ -38,7 +35,7 @@ from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
-from hytrain.step.reads import Reads, in_backward
+from hytrain.step.reads import REENTRANT, Reads, in_backward, inside_reentrant_checkpoint
 from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Judgement, NormSoFar, Verdicts
 from hytrain.tensors import count_write
@@ -131,7 +128,8 @@ class Backward:
                 tensor.grad = None
                 raise
         if parameter.backward == life.backward:
-            health.refuse(f"a second gradient of {parameter.name} in one backward")
+            cure = REENTRANT if inside_reentrant_checkpoint() else ""
+            health.refuse(f"a second gradient of {parameter.name} in one backward{cure}")
         parameter.backward = life.backward
         if not parameter.awaited:
             self._reads.meet_uncovered(parameter)
@@ -233,7 +231,7 @@ class Backward:
         if sentence := _why_not(parameter, gradient):
             raise UsageError(sentence)
         scaling = self._verdicts.loss_scale
-        if _inside_reentrant_checkpoint():
+        if inside_reentrant_checkpoint():
             raise UsageError("reentrant activation checkpointing: pass use_reentrant=False to checkpoint()")
         if scaling is not None and not scaling.claim():
             raise UsageError("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")
@@ -258,7 +256,8 @@ class Backward:
         self._masters.begin_step()
         self._groups = self._read_groups()
         self._put_off = self._visits_after_backward()
-        begin = StepBegin(step=step, groups=self._groups, awaits_verdict=self._verdicts.awaited)
+        mode = 0 if self._host is None else self._host.float_mode
+        begin = StepBegin(step=step, groups=self._groups, awaits_verdict=self._verdicts.awaited, float_mode=mode)
         self._link.post("optimizer", begin)
 
     def _visits_after_backward(self) -> frozenset[int]:
@@ -441,15 +440,6 @@ def _why_not(parameter: TrainedParameter, gradient: Tensor) -> str | None:
     if gradient.requires_grad:
         return "backward(create_graph=True) needs gradients that HyTrain has consumed"
     return None
-
-
-def _inside_reentrant_checkpoint() -> bool:
-    """Whether this thread runs a backward that reentrant activation checkpointing started inside another one."""
-    code: Final = CheckpointFunction.backward.__code__
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _turns(given: Iterable[tuple[TrainedParameter, Tensor]]) -> Iterator[list[tuple[TrainedParameter, Tensor]]]:
