@@ -283,6 +283,11 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             UsageError: Continuing would train something else than asked for.
         """
+        return self._step(closure)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """`torch.compile(opt.step)` has nothing to compile here. What it wraps must not be what is disabled."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -304,6 +309,10 @@ class Optimizer(torch.optim.Optimizer):
             raise UsageError(
                 "zero_grad(set_to_none=False): HyTrain's gradients are gone after backward; use zero_grad()"
             )
+        self._zero_grad()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _zero_grad(self) -> None:
         self._engine.drop_gradients()
         with unwatched():
             super().zero_grad(set_to_none=True)

@@ -184,8 +184,8 @@ class Session:
             with self.ranks.together():
                 self._start(undo, continues=continues)
                 self._hook(undo, gates)
+            self._link.ready(f"{len(layers)} layers on {self._device}")
             undo.pop_all()
-        self._link.ready(f"{len(layers)} layers on {self._device}")
 
     def _hook(self, undo: contextlib.ExitStack, gates: list[tuple[Any, Gate]]) -> None:
         """Connect the model to the engine. `undo` gets what undoes that."""
@@ -307,12 +307,7 @@ class Session:
             updater=f"optimizer-{self._place.rank} (process {cluster.optimizer_pids[self._place.rank]})",
             hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,
         )
-
-        def end() -> None:
-            if link.close():
-                engine.release()
-
-        undo.callback(end)
+        undo.callback(link.close, engine.release)
         layers = tuple(layer.spec for layer in self.layers)
         calibration = calibrate(layers, self._device, transfers, host)
         self._link.join()

@@ -291,11 +291,11 @@ class Link:
             raise ClusterError("the link is closed")
         return receive_arena(self._arenas, layouts, token=TOKEN)
 
-    def close(self) -> bool:
+    def close(self, release: Callable[[], None]) -> None:
         self.is_closing = True
         self.post("optimizer", m.Goodbye())
         self._world.scheduler.wait_until(lambda: not self._jobs)
-        return True
+        release()
 
     def _can_send(self) -> bool:
         after = self._jobs[0][2] if self._jobs else None

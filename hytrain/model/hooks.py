@@ -185,6 +185,7 @@ class OnGradient(_Hook["Backward"]):
         super().__init__(backward)
         self._parameter = parameter
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> None:
         backward = self.target
         if backward is not None and self._parameter is not None:

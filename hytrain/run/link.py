@@ -149,6 +149,7 @@ class Link:
             self._stop_read, self._stop_write = os.pipe()
         except BaseException:
             self._network.close()
+            self._arenas.close()
             raise
         self._inbox.admit(str(COORDINATOR), str(Address("optimizer", rank)))
         self._threads: dict[str, threading.Thread] = {}
@@ -341,13 +342,13 @@ class Link:
                 self._await_optimizer()  # its end of the connection closes before its own end can be seen
             raise ClusterError(f"the optimizer process sent no arena: {error}") from None
 
-    def close(self) -> bool:
-        """Say goodbye and stop the threads. Returns whether they have ended: a copy may hang, with memory that it uses.
+    def close(self, release: Callable[[], None] = lambda: None) -> None:
+        """Say goodbye and stop the threads, then `release` the memory that their copies use.
 
         Does nothing in a forked child: the link belongs to the parent.
         """
         if os.getpid() != self._pid or self._closed:
-            return True
+            return
         self._closed = True
         for role, outbox in self._outboxes.items():
             if "sender" in self._threads:
@@ -368,10 +369,17 @@ class Link:
         with contextlib.suppress(OSError):
             self._arenas.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an arena
         self._arenas.close()
-        hang = [name for name, thread in self._threads.items() if thread.is_alive()]
-        if hang:
-            _log.error("the link's %s hangs in a copy or a call: its memory is kept", " and ".join(hang))
-        return not hang
+        hang = [thread for thread in self._threads.values() if thread.is_alive()]
+        if not hang:
+            return release()
+
+        def follow() -> None:
+            for thread in hang:
+                thread.join()
+            release()
+
+        _log.error("%s hangs in a copy or a call, and keeps memory until that ends", " and ".join(t.name for t in hang))
+        threading.Thread(target=follow, name=THREAD_PREFIX + "end", daemon=True).start()
 
     def _leave_outboxes(self) -> None:
         pids = {"optimizer": self._cluster.optimizer_pids[self.address.rank], "coordinator": self.coordinator_pid}

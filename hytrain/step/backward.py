@@ -276,6 +276,7 @@ class Backward:
             ]
         )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self) -> None:
         """The whole backward has succeeded. Called by autograd, or by `end_outside` if it ran outside of autograd."""
         life = self._health.life
@@ -428,6 +429,7 @@ class Backward:
         self._held.clear()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _queue(call: Callable[[], None]) -> None:
     """Call it when all gradients of the present backward are computed, after the calls that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -409,8 +409,7 @@ class Engine:
                     self._boundary.rejoin(self._health.life.step)
             finally:
                 self._health.fail(UsageError(last_words))
-                if self._link.close():
-                    self.release()
+                self._link.close(self.release)
 
     def _end_last_step(self) -> None:
         """Raises `NonFiniteGradients` for the last step, since no later call can."""

@@ -466,6 +466,7 @@ class _RefuseSecondBackward:
     def __init__(self, health: Health) -> None:
         self._health = weakref.ref(health)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, gradients: tuple[Tensor, ...]) -> None:
         health = self._health()
         if health is not None and health.life.state is State.COMMITTED:
@@ -526,6 +527,7 @@ class _EnterBeforeBackward:
     def __init__(self, reads: Reads, gate: Gate) -> None:
         self._reads, self._gate = weakref.ref(reads), gate
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, gradients: tuple[Tensor, ...]) -> None:
         reads = self._reads()
         if reads is not None:
