@@ -137,7 +137,8 @@ class TrainedParameter:
         """Leave an ordinary parameter, without the placeholder in `p.grad` that would disturb another optimizer."""
         if self.is_gone:
             return
-        self.unwatch()
+        if self._watched is not self._plain:
+            self.unwatch()
         if self.parameter.grad is self.consumed:
             self.parameter.grad = None
 
