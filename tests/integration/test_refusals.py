@@ -399,3 +399,14 @@ def test_the_launcher_refuses_with_a_sentence(tmp_path: Path) -> None:
     refused(cluster(script, env=environment(HYTRAIN_THREADS="many")), "threads")
     refused(cluster(tmp_path / "missing.yaml"), re.escape(str(tmp_path / "missing.yaml")))
     refused(cluster("--dry-run", script), "is for recipes")
+
+
+def test_a_block_in_several_reentrant_checkpoints_is_told_the_cure() -> None:
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        x = vectors(0).requires_grad_()
+        for _ in range(2):
+            x = checkpoint(model[0], x, use_reentrant=True)
+        with pytest.raises(UsageError, match="already updated it: reentrant .* use_reentrant=False"):
+            model[1](x).sum().backward()
+        assert opt.statistics().step == 0
