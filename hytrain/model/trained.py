@@ -60,7 +60,8 @@ class TrainedParameter:
     Threads and Python's exit refer to this, so its reference is weak. Updates land in `own`, also once it `is_gone`.
 
     `count` is its number of updates. `step` and `backward` are the last step and backward in which it had a gradient.
-    `awaited` says that its last update has been waited for, so that it may be read. `own` is an alias of the storage
+    `awaited` says that its last update has been waited for, so that it may be read. `shared_in`: a
+    backward before which its module was called several times. `own` is an alias of the storage
     that HyTrain writes. `found` was autograd's version counter at construction. `version` is the counter's value while
     nobody else writes the parameter, or None if other tensors share the counter.
     """
@@ -73,7 +74,7 @@ class TrainedParameter:
         self.plane_dtypes = plane_dtypes(parameter, rule, precision)
         self.count = 0
         self.step = self.backward = -1
-        self.awaited = False
+        self.awaited, self.shared_in = False, -1
         self.own = local(parameter).detach()
         self.address = address(self.own)
         self.found = version(parameter)
@@ -302,11 +303,13 @@ class Gate:
     """The layers that a module must wait for before its forward, and the parameters that it may read then.
 
     `streamed`: its block, if that may be streamed. `is_block`: its module, or all-gather, is that of a repeated block.
+    `entered_before`: the backward before which its module was last called.
     """
 
     def __init__(self, layers: Sequence[TrainedLayer] = ()) -> None:
         self.streamed: StreamedBlock | None = None
         self.is_block = False
+        self.entered_before = -1
         self.layers: list[TrainedLayer] = []
         self.parameters: list[TrainedParameter] = []
         for layer in layers:

@@ -109,10 +109,16 @@ class Backward:
         self.positions: Sequence[int] = [layer.spec.position for layer in layers]  # in forward, as learned by now
         self._put_off: frozenset[int] = frozenset()  # of this step's visits
         self._ends_by_itself = True  # autograd calls `end`
+        self._task: int | None = None  # autograd's number of the whole backward, if it has one
+        self._summed_later: dict[TrainedParameter, None] = {}
         self._has_warned = False
 
     def on_gradient(self, parameter: TrainedParameter) -> None:
-        """Take a parameter's complete gradient, and send off each layer that it completes."""
+        """Take a parameter's complete gradient, and send off each layer that it completes.
+
+        Reentrant checkpoints have backwards of their own, each with a gradient of what they share. Autograd adds them
+        up in `p.grad`, and the sum is taken when the whole backward ends.
+        """
         tensor, health, life = parameter.parameter, self._health, self._health.life
         if health.failure is not None:
             raise health.failure
@@ -127,6 +133,12 @@ class Backward:
             except (NonFiniteGradients, UsageError):  # caused by what came before: leave no gradient of this backward
                 tensor.grad = None
                 raise
+        is_shared = parameter.shared_in == life.backward
+        if is_shared and self._task not in (None, torch._C._current_graph_task_id()):
+            self._summed_later[parameter] = None
+            return
+        if parameter in self._summed_later:
+            return
         if parameter.backward == life.backward:
             cure = REENTRANT if inside_reentrant_checkpoint() else ""
             health.refuse(f"a second gradient of {parameter.name} in one backward{cure}")
@@ -243,7 +255,9 @@ class Backward:
         life.on(event)
         if not (first and last):
             self._meter.turn()
+        self._summed_later.clear()
         self._ends_by_itself = in_backward()
+        self._task = torch._C._current_graph_task_id() if self._ends_by_itself else None
         if self._ends_by_itself:
             _queue(partial(_queue, self.end))  # after what others queue in this backward: FSDP2's roots reduce there
 
@@ -280,6 +294,9 @@ class Backward:
     def end(self) -> None:
         """The whole backward has succeeded. Called by autograd, or by `end_outside` if it ran outside of autograd."""
         life = self._health.life
+        self._task, later, self._summed_later = None, self._summed_later, {}
+        for parameter in later:
+            self.on_gradient(parameter)
         if life.state is State.COMMITTING:
             self._complete()
         self._streaming.end_backward()

@@ -163,6 +163,11 @@ class Reads:
             self._begin_saving(gate)
         for parameter in gate.parameters:
             parameter.unwatch()
+        if not inside:
+            coming = life.backward + 1
+            for parameter in gate.parameters if gate.entered_before == coming else ():
+                parameter.shared_in = coming
+            gate.entered_before = coming
         self._mark_awaited(gate.parameters, inside)
         if self._order is not None and self._measures(gate):
             self._order.update(dict.fromkeys(_lids(gate)))

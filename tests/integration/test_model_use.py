@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -342,6 +343,42 @@ def test_compiled_blocks(backend: str) -> None:
         assert counter.frame_count > 0
 
     same_as_torch(run, lambda: nn.Sequential(*map(Block, perceptron())), k=0.3)
+
+
+class Repeated(nn.Module):
+    """Each of its two blocks is called three times, in reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = perceptron(depth=3)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        call = partial(checkpoint, use_reentrant=True) if self.training else nn.Module.__call__
+        x = x + torch.zeros_like(x, requires_grad=True)
+        for _ in range(3):
+            x = call(self.second, call(self.first, x))
+        return cast(Tensor, self.head(x))
+
+
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 1.0}, {"k": 0.4, "max_grad_norm": 0.05}], ids=str)
+def test_blocks_that_several_reentrant_checkpoints_share(options: dict[str, Any]) -> None:
+    """Each has a backward of its own, with a part of the gradient."""
+
+    def run(model: Any, opt: Any) -> None:
+        for step in range(6):
+            square_loss(model, step).backward()
+            if not isinstance(opt, hytrain.AdamW) and "max_grad_norm" in options:
+                nn.utils.clip_grad_norm_(model.parameters(), options["max_grad_norm"])
+            opt.step()
+            opt.zero_grad()
+            with torch.no_grad():
+                square_loss(model.eval(), step)
+            model.train()
+        ((square_loss(model, 7) + square_loss(model, 8)) * model.scale.mean()).backward()
+        opt.step()
+
+    same_as_torch(run, Repeated, **options)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
