@@ -469,7 +469,7 @@ class Optimizer(torch.optim.Optimizer):
         """Let a process on the CPU train some micro-batches of each step, beside the model's device.
 
         The gradients are summed in the order of the micro-batches, whoever computed them. The process has the weights
-        where the optimizer process keeps them. It ends with the optimizer.
+        where the optimizer process keeps them. It ends with the optimizer, or with what this returns.
 
         Args:
             build: Makes the model anew, without arguments. The CPU trainer calls it on the meta device, so the model

@@ -356,7 +356,8 @@ class Link:
             else:  # construction has failed before
                 outbox.send(Goodbye())
         self._jobs.put(None)
-        os.write(self._stop_write, b"stop")  # close() alone wakes nobody while a forked child holds the pipe
+        with contextlib.suppress(BrokenPipeError):  # the receiver has ended already
+            os.write(self._stop_write, b"stop")  # close() alone wakes nobody while a forked child holds the pipe
         os.close(self._stop_write)
         if "sender" not in self._threads:
             self._leave_outboxes()
