@@ -42,6 +42,7 @@ class Tile:
 
     `count` is the segment's step count, `hyper` its group's hyperparameters in this step, and `scale` the factor for
     the gradient. The update reads bank `source` and writes bank `target`. `begins`: this is the update's first tile.
+    `float_mode`: that of its step.
     """
 
     lid: int
@@ -55,6 +56,7 @@ class Tile:
     source: int
     target: int
     begins: bool
+    float_mode: int = 0
 
 
 @dataclass(slots=True)
@@ -63,6 +65,7 @@ class _Work:
 
     ready: GradReady
     groups: tuple[Hyper, ...]
+    float_mode: int
     scale: float = 1.0
     ahead: bool = False
     segment: int = 0
@@ -93,6 +96,7 @@ class UpdateQueue:
     speculate: bool = False
     step: int = -1
     _groups: tuple[Hyper, ...] = ()
+    _float_mode: int = 0
     _work: dict[int, _Work] = field(default_factory=dict)
     _heap: list[tuple[int, int]] = field(default_factory=list)
     _done: dict[int, int] = field(default_factory=dict)
@@ -166,7 +170,7 @@ class UpdateQueue:
             raise QueueError(f"StepBegin({message.step}) after step {self.step}")
         if self._unjudged:
             raise QueueError(f"StepBegin({message.step}) without a verdict on step {self.step}")
-        self.step, self._groups = message.step, message.groups
+        self.step, self._groups, self._float_mode = message.step, message.groups, message.float_mode
         self._awaits_verdict, self._verdict = message.awaits_verdict, None
         self._speculating = self.speculate
 
@@ -225,7 +229,7 @@ class UpdateQueue:
             raise QueueError(f"GradReady of layer {lid} counts updates {message.counts} after {known}")
         if any(segment.group >= len(self._groups) for segment in segments):
             raise QueueError(f"layer {lid} has a parameter group that StepBegin({self.step}) did not name")
-        work = self._work[lid] = _Work(message, self._groups)
+        work = self._work[lid] = _Work(message, self._groups, self._float_mode)
         if self._awaits_verdict and self._verdict is None:
             self._unjudged.add(lid)
             if self._speculating and message.exceeds:
@@ -260,6 +264,7 @@ class UpdateQueue:
             source=bank,
             target=1 - bank if work.ahead else bank,
             begins=work.start == 0 and not any(work.ready.counts[: work.segment]),
+            float_mode=work.float_mode,
         )
 
     def tile_done(self, tile: Tile) -> WeightsReady | None:

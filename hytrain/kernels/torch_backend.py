@@ -11,6 +11,7 @@ divided. `vectors` finds out how that is on this CPU.
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -61,6 +62,11 @@ def vectors() -> Vectors:
     return Vectors(int(tail[1:].sum()) + 1, not torch.equal(exp_avg_sq[0], rounded_apart))
 
 
+def flushes_denormals() -> bool:
+    """Whether this thread takes denormal numbers for 0: `torch.set_flush_denormal` cannot be asked."""
+    return sys.float_info.min / 2 == 0.0
+
+
 class TorchBackend:
     """The rules with torch's operators. `threads` sets torch's number of threads in this process."""
 
@@ -80,6 +86,15 @@ class TorchBackend:
 
     def _set_threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
+
+    @property
+    def float_mode(self) -> int:
+        """That of this thread, as torch knows it: it flushes, or it does not."""
+        return 3 if flushes_denormals() else 0
+
+    @float_mode.setter
+    def float_mode(self, mode: int) -> None:
+        torch.set_flush_denormal(bool(mode & 3))
 
     def update(
         self,

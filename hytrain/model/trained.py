@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from hytrain.errors import UnsupportedError
 from hytrain.memory.clock import Stream
@@ -33,6 +34,7 @@ from hytrain.tensors import (
     flat,
     has_own_storage,
     holders,
+    keeping_versions,
     laid_out,
     local,
     local_like,
@@ -57,20 +59,25 @@ def plane_dtypes(parameter: nn.Parameter, rule: str, precision: Precision) -> di
 class TrainedParameter:
     """One parameter that HyTrain trains.
 
+    The parameter is its user's: whoever refers to it keeps it, and all that its hooks know, up to the optimizer.
+    Threads and Python's exit refer to this, so its reference is weak. Updates land in `own`, also once it `is_gone`.
+
     `count` is its number of updates, which `restore` sets. `step` and `backward` are the last step and backward in
-    which it had a gradient. `awaited` says that its last update has been waited for, so that it may be read. `own` is
-    an alias of the storage that HyTrain writes. `found` was autograd's version counter at construction. `version` is
-    the counter's value while nobody else writes the parameter, or None if other tensors share the counter.
+    which it had a gradient. `awaited` says that its last update has been waited for, so that it may be read.
+    `shared_in`: a backward before which its module was called several times. `own` is an alias of the storage that
+    HyTrain writes. `found` was autograd's version counter at construction. `version` is the counter's value while
+    nobody else writes the parameter, or None if other tensors share the counter.
     """
 
     def __init__(
         self, name: str, parameter: nn.Parameter, group: int, rule: str = "adamw", precision: Precision = EXACT
     ) -> None:
-        self.name, self.parameter, self.group, self.rule = name, parameter, group, rule
+        self.name, self.group, self.rule = name, group, rule
+        self._parameter = TensorWeakRef(parameter)
         self.plane_dtypes = plane_dtypes(parameter, rule, precision)
         self.count = 0
         self.step = self.backward = -1
-        self.awaited = False
+        self.awaited, self.shared_in = False, -1
         self.own = local(parameter).detach()
         self.address = address(self.own)
         self.found = version(parameter)
@@ -86,6 +93,16 @@ class TrainedParameter:
         self.count = count
         for layer, _ in self.places:
             layer.is_counted = False
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self._parameter()
+        assert parameter is not None, f"{self.name} has gone with its optimizer, which keeps it"
+        return parameter  # type: ignore[no-any-return]
+
+    @property
+    def is_gone(self) -> bool:
+        return self._parameter() is None
 
     def watch_with(self, watched: type) -> None:
         """From now on `watch` gives the parameter the class `watched`, and `unwatch` its present one."""
@@ -106,7 +123,8 @@ class TrainedParameter:
     @property
     def is_in_place(self) -> bool:
         """Whether the parameter still has the storage that HyTrain writes, which `share_memory_()` may have moved."""
-        return address(self.parameter) == address(self.own)
+        parameter = self._parameter()
+        return parameter is None or address(parameter) == address(self.own)
 
     def follow(self) -> None:
         """Train the parameter in the storage that it has now. For autograd this is no write."""
@@ -119,14 +137,19 @@ class TrainedParameter:
 
     def was_written(self) -> bool:
         """Whether others have written the parameter since the last update."""
-        return self.version is not None and version(self.parameter) != self.version
+        parameter = self._parameter()
+        return parameter is not None and self.version is not None and version(parameter) != self.version
 
     def note_all_writes(self) -> None:
         if self.version is not None:
             self.version = version(self.parameter)
 
-    def release_gradient(self) -> None:
-        """Leave in `p.grad` what another optimizer can use: a gradient of the parameter's own, or None."""
+    def release(self) -> None:
+        """Leave an ordinary parameter. In `p.grad` is what another optimizer can use: a gradient of its own, or None."""
+        if self.is_gone:
+            return
+        if self._watched is not self._plain:
+            self.unwatch()
         gradient = self.parameter.grad
         if gradient is self.consumed:
             self.parameter.grad = None
@@ -310,11 +333,13 @@ class Gate:
     """The layers that a module must wait for before its forward, and the parameters that it may read then.
 
     `streamed`: its block, if that may be streamed. `is_block`: its module, or all-gather, is that of a repeated block.
+    `entered_before`: the backward before which its module was last called.
     """
 
     def __init__(self, layers: Sequence[TrainedLayer] = ()) -> None:
         self.streamed: StreamedBlock | None = None
         self.is_block = False
+        self.entered_before = -1
         self.layers: list[TrainedLayer] = []
         self.parameters: list[TrainedParameter] = []
         for layer in layers:
@@ -492,8 +517,8 @@ def mark_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module]) 
 def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedParameter]) -> None:
     """Refuse parameters that share memory. Turn off write detection for those that share a version counter.
 
-    To find the latter, count one write on each parameter that was not known `before`. For known parameters this is not
-    done again: a graph may be waiting for its backward, and a write would invalidate it.
+    To find the latter, count one write on each parameter that was not known `before`, for a moment: a graph may be
+    waiting for its backward, and a write would invalidate it.
     """
     by_address = sorted((known for known in parameters if known.address), key=lambda known: known.address)
     for first, second in zip(by_address, by_address[1:], strict=False):
@@ -502,9 +527,10 @@ def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedPa
     shares = {id(known.parameter): known.version is None for known in before}
     new = [known for known in parameters if id(known.parameter) not in shares]
     versions = [version(known.parameter) for known in new]
-    count_write([known.own for known in new])
-    for known, counted in zip(new, versions, strict=True):
-        known.version = counted + 1 if version(known.parameter) == counted + 1 else None
+    with keeping_versions(tuple(known.own for known in new)):
+        count_write([known.own for known in new])
+        for known, counted in zip(new, versions, strict=True):
+            known.version = counted if version(known.parameter) == counted + 1 else None
     for known in parameters:
         if shares.get(id(known.parameter)):
             known.version = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +144,23 @@ def test_a_loop_of_ones_own_that_clips(tmp_path: Path) -> None:
 def test_what_it_cannot_follow(trainer: dict[str, Any], options: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=sentence):
         fit(Net(tmp_path, adopted=True, **options), max_epochs=1, **trainer)
+
+
+class Own(Net):
+    """Gives the optimizer itself."""
+
+    def configure_optimizers(self) -> Any:
+        return hytrain.AdamW(self, lr=1e-2, **self.options)
+
+
+def test_a_module_that_is_its_optimizers_model_leaves_nothing_behind() -> None:
+    def fitted() -> list[weakref.ref[Any]]:
+        net = Own(None)
+        quiet = ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary")
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, **dict.fromkeys(quiet, False))
+        trainer.fit(net, DataLoader(TensorDataset(*DATA), batch_size=BATCH))
+        return [weakref.ref(net), *map(weakref.ref, trainer.optimizers)]
+
+    left = fitted()
+    gc.collect()
+    assert len(left) == 2 and not any(reference() is not None for reference in left)
