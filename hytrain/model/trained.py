@@ -145,7 +145,7 @@ class TrainedParameter:
             self.version = version(self.parameter)
 
     def release(self) -> None:
-        """Leave an ordinary parameter. In `p.grad` is what another optimizer can use: a gradient of its own, or None."""
+        """Leave an ordinary parameter, with a gradient of its own in `p.grad`, which others can use, or None."""
         if self.is_gone:
             return
         if self._watched is not self._plain:

@@ -54,7 +54,7 @@ def model() -> nn.Module:
 
 def fill(opt: hytrain.AdamW, number: int) -> None:
     for known in opt._session.parameters:
-        known.count = number
+        known.restore(number)
         for plane in PLANES:
             scatter(known, plane, torch.full(known.own.shape, float(number)))
     opt.param_groups[0]["lr"] = float(number)
