@@ -17,7 +17,7 @@ from hytrain.errors import ConfigError
 from hytrain.memory.visits import ring_bytes
 from hytrain.model.deferred import Piece, recording, replay
 from hytrain.readable import gib
-from hytrain.recipe import config, model
+from hytrain.recipe import adapters, config, model
 from hytrain.recipe.estimate import estimate, need, planes_of
 from hytrain.recipe.fused import Conv1DGelu
 from hytrain.recipe.schedule import factors, scheduler
@@ -139,6 +139,9 @@ def test_model_from_a_folder(tmp_path: Path) -> None:
     torch.save(first.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="No model can be loaded .* HyTrain reads no weights from a pickle"):
         model.build(local, hf, CPU)
+    (tmp_path / "adapter_model.bin").touch()
+    with pytest.raises(ConfigError, match=r"no adapter_model\.safetensors: HyTrain reads no adapters from a pickle"):
+        adapters.adapt(first, config.Lora(), tmp_path)
 
 
 @pytest.mark.parametrize(
