@@ -55,7 +55,11 @@ def test_history_is_bounded_by_records_and_by_bytes() -> None:
     answer = large.sample(1000)
     assert 0 < len(answer) and sum(map(len, answer)) <= ANSWER_BYTES, "fewer, if they are large"
     assert json.loads(answer[-1])["step"] == 50
-    assert filled(3, words="x" * (ANSWER_BYTES + 1)).sample(1000) == ()
+    wide = filled(3, words="x" * ANSWER_BYTES)
+    wide.amend(2, {"own": 1.0, "loss": 2.0})
+    assert [json.loads(record) for record in wide.sample(1000)] == [
+        json.loads(line(step, **({"loss": 2.0, "own": 1.0} if step == 2 else {}))) for step in (1, 2, 3)
+    ], "what no answer has room for is left out"
 
 
 def test_history_is_what_the_file_has() -> None:

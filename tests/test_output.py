@@ -69,6 +69,7 @@ def test_a_reader_who_is_gone_keeps_nobody(pipe: tuple[int, int]) -> None:
     for one in (lost, written):
         one.write(b"a line\n")
         one.drain()
+        assert not one._held
     os.close(pipe[1])
     os.close(end)
     assert read_all(pipe[0]) == b"a line\n"

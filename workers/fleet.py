@@ -17,7 +17,7 @@ from protocol import messages as m
 from protocol.address import Address
 from workers.effects import Amend, Command, Keep, Note, Send, Write
 from workers.planning import WARM_UP_STEPS, Planning
-from workers.records import Late, Line, Records, shown
+from workers.records import SHOWN_BYTES, Late, Line, Records, shown
 
 #: A rank's mean time in all-gathers is that of so many steps.
 GATHER_STEPS: Final = 16
@@ -144,7 +144,7 @@ class TrainerSeat:
             rank=table.rank,
             world=table.world,
             host=host,
-            record=shown(self.records.newest, self.planning.table.world),
+            record=shown(self.records.newest, SHOWN_BYTES // self.planning.table.world),
             cores=cores,
             gather_s=gather_s,
         )

@@ -29,7 +29,7 @@ class History:
 
     def add(self, line: str) -> None:
         """Keep a record. As in the file, it replaces those from its step on, if the loop went back."""
-        step, line = json.loads(line)["step"], shown(line)
+        step, line = json.loads(line)["step"], shown(line, ANSWER_BYTES)
         while self._lines and self._lines[-1][0] >= step:
             self._nbytes -= len(self._lines.pop()[1])
         self._lines.append((step, line))
@@ -41,7 +41,7 @@ class History:
         for index in range(len(self._lines) - 1, -1, -1):
             known, line = self._lines[index]
             if known == step:
-                amended = shown(json.dumps({**numbers, **json.loads(line)}))
+                amended = shown(json.dumps({**numbers, **json.loads(line)}), ANSWER_BYTES)
                 self._lines[index] = step, amended
                 self._nbytes += len(amended) - len(line)
                 self._forget()

@@ -92,9 +92,9 @@ class Records:
         return lines
 
 
-def shown(line: Line, ranks: int = 1) -> Line:
-    """A record as one of so many in a status: where it is too long, with the numbers that have a meaning alone."""
-    if len(line) <= SHOWN_BYTES // ranks:
+def shown(line: Line, nbytes: int = SHOWN_BYTES) -> Line:
+    """A record for monitors: if it is longer than this, with those numbers alone that have a known meaning."""
+    if len(line) <= nbytes:
         return line
     return json.dumps({name: value for name, value in json.loads(line).items() if name in BY_NAME})
 
