@@ -8,7 +8,7 @@
 #   make test-slow  the tests that take minutes
 #   make faults     plants known faults one at a time, and says which of them the tests do not notice
 #   make soak       trains through 200 kills, signals, full disks and damaged files; takes about half an hour
-#   make fuzz       sends millions of wrong messages to all that reads some; takes about half an hour
+#   make fuzz       sends millions of wrong messages to all that reads some, and searches for loops that differ; an hour
 #   make test-gpu   the tests that need a GPU, with $(PYTHON) as it is
 #   make bench      seconds per step on the CPU, compared with a one-process loop
 #   make bench-gpu  the same on a GPU, compared with training without offload, with $(PYTHON) as it is; more: benchmarks/
@@ -91,6 +91,7 @@ soak: setup
 fuzz: setup
 	$(IN_VENV) -m tests.fuzz --frames 2000000
 	$(IN_VENV) -m tests.fuzz.live --frames 1000000
+	$(IN_VENV) -m tests.fuzz.loops --programs 20000 --jobs 2
 
 lint: setup
 	$(IN_VENV) -m ruff check .

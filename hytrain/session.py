@@ -194,7 +194,7 @@ class Session:
         def unhook() -> None:
             detach()
             for known in parameters:
-                known.drop_consumed()
+                known.release_gradient()
                 _managed.pop(id(known.parameter), None)
 
         self._unhook = unhook

@@ -12,6 +12,7 @@ and processes are all that there is to look for; files in /dev/shm are not HyTra
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import shutil
@@ -104,8 +105,7 @@ def no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     if request.node.get_closest_marker("spawns") is None:
         yield
         return
-    if request.node.get_closest_marker("gpu") and has_cuda():
-        open_cuda()
+    open_cuda()
     tmp_path_factory.getbasetemp()  # settled now, lest it be put into the folder below
     with pytest.MonkeyPatch.context() as patch:
         # Short, since an ipc:// path has 107 characters. Whoever has it in its environment is this test's.
@@ -143,12 +143,11 @@ def find_leaks(folder: Path, descriptors: set[str], children: set[psutil.Process
 def processes_of(folder: Path, children: set[psutil.Process]) -> list[psutil.Process]:
     """New children, zombies too, and whatever carries the test's TMPDIR, even if its parent is gone."""
     found = set(psutil.Process().children(recursive=True)) - children
-    for process in psutil.process_iter():
-        try:
-            if process.pid != os.getpid() and process.environ().get("TMPDIR") == str(folder):
-                found.add(process)
-        except psutil.Error:
-            continue  # gone meanwhile, a zombie, or another user's
+    carried = f"\0TMPDIR={folder}\0".encode()
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # gone meanwhile, a zombie, or another user's
+            if int(pid) != os.getpid() and carried in b"\0" + Path("/proc", pid, "environ").read_bytes():
+                found.add(psutil.Process(int(pid)))
     return sorted(found, key=lambda process: process.pid)
 
 
@@ -171,8 +170,10 @@ def open_descriptors() -> set[str]:
     return found
 
 
+@functools.cache
 def open_cuda() -> None:
-    """The driver opens descriptors at first use and keeps them until the process ends."""
+    """The driver opens descriptors at first use, if only by a backward on the CPU, and keeps them until the end."""
     import torch
 
-    torch.zeros(1, device="cuda").cpu()
+    if torch.version.cuda is not None:
+        torch.ones(1, device="cuda" if has_cuda() else "cpu", requires_grad=True).sum().backward()

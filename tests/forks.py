@@ -141,13 +141,14 @@ class Server:
         self._process = subprocess.Popen(command, env=room, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
         assert self._socket.recv(16) == b"ready", "the server did not start"
+        self._lock = threading.Lock()
         Server.current = self
 
     def fork(self, start: Start) -> int:
         descriptors = list(start.descriptors.values())
         folder = os.getcwd() if start.folder is None else os.path.abspath(start.folder)
         request = [start.command, start.environment, folder, start.session, list(start.descriptors)]
-        with tempfile.TemporaryFile() as file, _subreaper():  # an environment may be larger than a packet
+        with self._lock, tempfile.TemporaryFile() as file, _subreaper():  # an environment may be larger than a packet
             file.write(json.dumps(request).encode())
             file.flush()
             socket.send_fds(self._socket, [b"start"], [file.fileno(), *descriptors])

@@ -125,7 +125,7 @@ def test_what_is_not_wanted_is_not_added_to() -> None:
     place.begin()
     place.put(known, numbers(1))
     place.begin()  # and it is fetched
-    place.clear()
+    place.discard(known)
     assert transfers.under_way == {}, "memory is given back before copies into it have ended"
     assert place.take(known) is None and place.waiting() == []
     place.put(known, numbers(2))

@@ -249,6 +249,7 @@ def host_free(limit: int | None, device: torch.device, ranks: int = 1) -> Callab
     The margin is that of now, as in `host_bound`. It is None, and the machine is not asked, with a stated `limit`; and
     on device "cpu", where what leaves the planes stays in the host's memory.
     """
+    if limit is not None or device.type == "cpu":
+        return lambda: None
     margin = available_bytes() - host_bound(None)
-    is_asked = limit is None and device.type != "cpu"
-    return lambda: (available_bytes() - margin) // ranks if is_asked else None
+    return lambda: (available_bytes() - margin) // ranks

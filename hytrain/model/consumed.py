@@ -23,18 +23,20 @@ SCALER: Final = (
 )
 
 _ADVICE: Final = {
-    "change": "change gradients in a hook of your own (Tensor.register_hook) while backward runs; for a sum over n "
-    "backwards, pass grad_accumulation=n to hytrain.AdamW",
+    "change": "call backward in opt.no_sync(), so that updates begin in step(), or change gradients in a hook of your "
+    "own (Tensor.register_hook) while backward runs; for a sum over n backwards, pass grad_accumulation=n to "
+    "hytrain.AdamW",
     "clip": "gradient clipping after backward comes too late for HyTrain, which updates while backward runs: "
-    "pass max_grad_norm to hytrain.AdamW in place of clip_grad_norm_; clip_grad_value_ has no counterpart. "
-    "The norm of all is opt.grad_norm then; one parameter's is read in a hook of your own (Tensor.register_hook)",
+    "pass max_grad_norm to hytrain.AdamW in place of clip_grad_norm_, and the norm of all is opt.grad_norm; or call "
+    "backward in opt.no_sync(), so that updates begin in step()",
     "scale": SCALER,
     "divide": "divide the loss instead; a schedule of torch.distributed.pipelining divides gradients after backward "
     "unless it has scale_grads=False: pass that, and divide in its loss_fn by the number of micro-batches",
     "zero": "zero_grad(set_to_none=False) needs the gradient: use zero_grad(), which sets it to None",
     "reduce": "to reduce a gradient over ranks, return the reduced one from a hook of your own (Tensor.register_hook), "
     "which runs in backward",
-    "read": "read gradients in a hook of your own (Tensor.register_hook) while backward runs",
+    "read": "call backward in opt.no_sync(), so that updates begin in step(), or read gradients in a hook of your own "
+    "(Tensor.register_hook) while backward runs",
     "optimizer": "another optimizer was asked to update this parameter too: give each parameter to one optimizer",
 }
 
@@ -48,6 +50,10 @@ _WORDS: Final = (
     ("optimizer", "_fused_"),
     ("reduce", "reduce"),
 )
+
+
+#: What reading it says where no operation sees it.
+CONSUMED: Final = f"a gradient that HyTrain has already consumed was read: {_ADVICE['read']}"
 
 
 def _advice(operation: str, into_gradient: bool) -> str:
@@ -80,7 +86,7 @@ class ConsumedGradient(torch.Tensor):
         raise UsageError(f"{operation} on a gradient that HyTrain has already consumed: {advice}")
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise UsageError(f"a gradient that HyTrain has already consumed was read: {_ADVICE['read']}")
+        raise UsageError(CONSUMED)
 
     numpy = tolist = __array__ = __dlpack__ = _refuse
 

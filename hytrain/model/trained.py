@@ -9,6 +9,7 @@ StreamedBlock      such a module, whose weights are on the device only while it 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -24,9 +25,11 @@ from hytrain.model import fsdp, graphs
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.layers import ModelLayer
 from hytrain.model.lifecycle import Command, Event, LayerLife, State
+from hytrain.model.summed import Sum, summed
 from hytrain.tensors import (
     address,
     count_write,
+    distributed,
     flat,
     has_own_storage,
     holders,
@@ -73,6 +76,7 @@ class TrainedParameter:
         self.found = version(parameter)
         self.version: int | None = self.found
         self.consumed = ConsumedGradient(parameter)
+        self.sum: weakref.ref[Sum] | None = None  # of the gradients of this step's backwards, while it is kept
         self._plain: type = type(parameter)
         self._watched: type = type(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
@@ -115,15 +119,29 @@ class TrainedParameter:
         if self.version is not None:
             self.version = version(self.parameter)
 
-    def drop_consumed(self) -> None:
-        """Remove the placeholder from `p.grad`, so that it does not disturb another optimizer later."""
-        if self.parameter.grad is self.consumed:
+    def release_gradient(self) -> None:
+        """Leave in `p.grad` what another optimizer can use: a gradient of the parameter's own, or None."""
+        gradient = self.parameter.grad
+        if gradient is self.consumed:
             self.parameter.grad = None
+        elif (total := summed(gradient)) is not None:
+            self.parameter.grad = None if total.own is None else distributed(total.own, self.parameter)
+
+    @property
+    def is_consumed(self) -> bool:
+        """Whether `p.grad` stands for a gradient that an update has consumed."""
+        return self.parameter.grad is self.consumed
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether `p.grad` has a gradient that no update has consumed."""
+        return self.parameter.grad is not None and self.parameter.grad is not self.consumed
 
     def gradient(self) -> Tensor:
         """This rank's part of the gradient, shape (numel,), in the parameter's storage order."""
         assert self.parameter.grad is not None
-        gradient = local_like(self.parameter.grad, self.parameter)
+        total = summed(self.parameter.grad)
+        gradient = local_like(self.parameter.grad, self.parameter) if total is None else total.value()
         if graphs.will_be_written(gradient):
             gradient = gradient.clone()
         if gradient.is_contiguous() and self.own.is_contiguous():

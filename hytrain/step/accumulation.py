@@ -1,8 +1,8 @@
 """Gradient accumulation: which backward is the last one of a step, and the sums of the gradients before it.
 
-    backward 1 … n-1    gradient ─▶ float32 sum, computed on the parameter's device  nothing is sent
+    backward 1 … n-1    gradient ─▶ float32 sum, computed on the parameter's device  nothing is sent; `p.grad` shows it
     backward n          gradient + sum ─▶ the gradient's own dtype ─▶ its layer      as after a single backward
-    step() before that  sum ─▶ the gradient's own dtype ─▶ its layer
+    step() before that  sum ─▶ the gradient's own dtype ─▶ its layer                 `p.grad` shows it on
 
 A backward with `retain_graph=True` is never the last one: another one comes through the same graph, or `step()` does.
 
@@ -12,23 +12,78 @@ kept on the device if it has room for them when the first one is made, otherwise
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from hytrain.errors import UsageError
 from hytrain.memory.capacity import Room
 from hytrain.memory.transfer import Transfers
+from hytrain.model.consumed import CONSUMED
+from hytrain.model.summed import SummedGradient, summed
 from hytrain.model.trained import TrainedParameter
 from hytrain.step.sums import DeviceSums, HostSums, Sums
+from hytrain.tensors import distributed, flat, laid_out, shaped
 
 _log = logging.getLogger(__name__)
 
 
+class _Sum:
+    """One parameter's sum, in `sums` until it is taken from there. If its values are kept then, `own` has them."""
+
+    def __init__(self, parameter: TrainedParameter, sums: Sums) -> None:
+        self._parameter, self._sums = parameter, sums
+        self.own: Tensor | None = None
+        self._await_update: Callable[[TrainedParameter], None] = lambda parameter: None
+
+    def add(self, gradient: Tensor) -> None:
+        if self.own is not None:
+            self.settle().add_(gradient)
+        else:
+            self._sums.put(self._parameter, self.take().add_(flat(laid_out(gradient, self._parameter.own))))
+
+    def value(self) -> Tensor:
+        if self.own is not None:
+            return self.own
+        total = self.take()
+        self._sums.put(self._parameter, total)
+        return self._as_gradient(total)
+
+    def write(self, value: Tensor) -> None:
+        if self.own is None:
+            self.take()
+            self._sums.put(self._parameter, flat(value).float())
+
+    def settle(self) -> Tensor:
+        if self.own is None:
+            self.own = self.value()
+            self._sums.discard(self._parameter)
+        self._await_update(self._parameter)
+        return self.own
+
+    def keep(self, gradient: Tensor, await_update: Callable[[TrainedParameter], None]) -> None:
+        """It was taken for an update. Others may see its values on, and write them after that update."""
+        self.own, self._await_update = self._as_gradient(gradient), await_update
+
+    def take(self) -> Tensor:
+        """The sum: float32, shape (numel,), in storage order. Raises `UsageError` if an update has consumed it."""
+        if self._parameter.sum is None or self._parameter.sum() is not self:
+            raise UsageError(CONSUMED)
+        total = self._sums.take(self._parameter)
+        assert total is not None, "nobody else has taken it"
+        return total
+
+    def _as_gradient(self, total: Tensor) -> Tensor:
+        return shaped(total.to(self._parameter.own.dtype), self._parameter.own)
+
+
 class Accumulation:
-    """The gradient sums of one optimizer. Until `has_sums` is set, `take` has nothing to add."""
+    """The gradient sums of one optimizer. A parameter's `p.grad` shows its sum, and drops it by becoming another."""
 
     def __init__(self, backwards: int) -> None:
         self._backwards = backwards
@@ -40,11 +95,12 @@ class Accumulation:
         """Start over with new layers. `choose` decides where the sums are kept, when the first one is made."""
         self._choose = choose
         self._sums: Sums = DeviceSums()
-        self.has_sums = False
+        self._chosen = False
 
     @property
-    def pending(self) -> list[TrainedParameter]:
-        return self._sums.waiting()
+    def keeps(self) -> bool:
+        """Whether sums may stay in `p.grad` after the update: on the device, where they have room."""
+        return self._sums.on_device
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -71,33 +127,74 @@ class Accumulation:
         return not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
 
     def add(self, parameter: TrainedParameter) -> None:
-        """Move the parameter's gradient into its sum."""
+        """A backward that only sums has made a gradient. Autograd has added it to the sum, or it is the first one."""
+        if summed(parameter.parameter.grad) is not None:
+            return
         gradient = parameter.gradient()
         parameter.parameter.grad = None  # autograd must neither add to it nor keep it
-        if not self.has_sums:
-            self._sums, self.has_sums = self._choose(), True
-        total = self._sums.take(parameter)
-        if total is None:  # a copy: a replayed CUDA graph writes each gradient where the one before was
-            total = gradient.to(torch.float32, copy=True)
-        else:
-            total.add_(gradient)
-        self._sums.put(parameter, total)
+        self._begin_sum(parameter, gradient)
 
-    def take(self, parameter: TrainedParameter) -> Tensor:
-        """The step's gradient, shape (numel,) in storage order: the sum plus the last backward's, if both exist."""
-        total = self._sums.take(parameter)
+    def add_from_elsewhere(self, parameter: TrainedParameter, gradient: Tensor) -> None:
+        """Add a gradient, in the parameter's shape, that no backward of this process has made."""
+        if parameter.parameter.grad is None:
+            self._begin_sum(parameter, flat(laid_out(gradient, parameter.own)))
+        else:
+            parameter.parameter.grad.add_(gradient)
+            self.add(parameter)
+
+    def _begin_sum(self, parameter: TrainedParameter, gradient: Tensor) -> None:
+        if not self._chosen:
+            self._sums, self._chosen = self._choose(), True
+        self._forget(parameter)
+        # A copy: a replayed CUDA graph writes each gradient where the one before was.
+        self._sums.put(parameter, gradient.to(torch.float32, copy=True))
+        total = _Sum(parameter, self._sums)
+        parameter.sum = weakref.ref(total)
+        parameter.parameter.grad = distributed(SummedGradient(total, parameter.own), parameter.parameter)
+
+    def take(
+        self, parameter: TrainedParameter, *, keep: Callable[[TrainedParameter], None] | None = None
+    ) -> Tensor | None:
+        """The step's gradient, shape (numel,) in storage order, if `p.grad` is a sum of this step; else None.
+
+        With `keep`, which waits for a parameter's update, `p.grad` can be read on. Otherwise it is consumed.
+        """
+        total = self._sum_of(parameter)
         if total is None:
-            return parameter.gradient()
-        if parameter.parameter.grad is not None:
-            total.add_(parameter.gradient())
-        return total.to(parameter.parameter.dtype)
+            self._forget(parameter)
+            return None
+        gradient = total.take().to(parameter.own.dtype)
+        parameter.sum = None
+        if keep is not None:
+            total.keep(gradient, keep)
+        return gradient
+
+    def _sum_of(self, parameter: TrainedParameter) -> _Sum | None:
+        """The sum in `p.grad`; None if the loop has dropped it, replaced it, or made a gradient of its own of it."""
+        total = summed(parameter.parameter.grad)
+        return total if isinstance(total, _Sum) and total.own is None else None
+
+    def _forget(self, parameter: TrainedParameter) -> None:
+        """The loop has dropped the parameter's sum. Whoever still has the tensor that was in `p.grad` sees it on."""
+        total = None if parameter.sum is None else parameter.sum()
+        if isinstance(total, _Sum) and total.own is None:
+            total.settle()
+        else:
+            self._sums.discard(parameter)
+        parameter.sum = None
 
     def drop(self) -> None:
-        self._sums.clear()
+        """Drop the sums that are left."""
+        for parameter in self._sums.waiting():
+            if self._sum_of(parameter) is not None:
+                parameter.parameter.grad = None
+            self._forget(parameter)
 
     def close(self) -> None:
-        """Free the sums' memory. No copy may be under way."""
-        self._sums.clear()
+        """Free the sums' memory. No copy may be under way. Sums become gradients of their own."""
+        with contextlib.suppress(RuntimeError):  # a device that has failed, or that has no memory for those on the host
+            for parameter in self._sums.waiting():
+                self._forget(parameter)
         self._sums.close()
 
 

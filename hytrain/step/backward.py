@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Final
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointFunction
 
-from hytrain.errors import NonFiniteGradients, UsageError, warn
+from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import scalars
 from hytrain.memory.clock import Stream
@@ -50,9 +50,13 @@ from protocol.visiting import Turn, put_off
 Groups = tuple[Hyper, ...]
 
 _TOO_LATE: Final = (
-    "the learning rate, or another value in opt.param_groups, was set between backward and step(). The updates began "
-    "in backward, with the values of that time; the new ones hold from the next step on. Set them before backward or "
-    "after opt.step(), as schedulers do that step after the optimizer"
+    "the learning rate, or another value in opt.param_groups, was set between backward and step(), but the updates "
+    "began in backward, with the values of that time: set them before backward, or after opt.step(), as schedulers do "
+    "that step after the optimizer; or call backward in opt.no_sync(), so that the updates begin in step()"
+)
+_LEFT: Final = (
+    "the gradient of {} is still that of the last step, which torch would use again, and which HyTrain has consumed: "
+    "call opt.zero_grad() after each opt.step()"
 )
 
 
@@ -111,7 +115,6 @@ class Backward:
         self.positions: Sequence[int] = [layer.spec.position for layer in layers]  # in forward, as learned by now
         self._put_off: frozenset[int] = frozenset()  # of this step's visits
         self._ends_by_itself = True  # autograd calls `end`
-        self._has_warned = False
 
     def on_gradient(self, parameter: TrainedParameter) -> None:
         """Take a parameter's complete gradient, and send off each layer that it completes."""
@@ -140,9 +143,8 @@ class Backward:
             return
         if not parameter.is_in_place:
             health.refuse(f"the storage of {parameter.name} was replaced in the middle of a backward")
-        total = self._accumulation.take(parameter) if self._accumulation.has_sums else None
         stream = self._transfers.stream()
-        full = parameter.fill(total, life.step, stream)
+        full = parameter.fill(self._accumulation.take(parameter), life.step, stream)
         tensor.grad = parameter.consumed
         for layer in full:
             self._meter.backward(layer.lid)
@@ -237,6 +239,8 @@ class Backward:
         if scaling is not None and not scaling.claim():
             raise UsageError("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")
         first, last = life.ended == 0, self._accumulation.begin(life.ended)
+        if first and (left := next((known for known in self._parameters if known.is_consumed), None)) is not None:
+            raise UsageError(_LEFT.format(left.name))
         event = Event.BEGIN_LAST if last else Event.BEGIN
         health.require(event, name=parameter.name)
         if last:
@@ -257,7 +261,11 @@ class Backward:
         self._masters.begin_step()
         self._groups = self._read_groups()
         self._put_off = self._visits_after_backward()
-        begin = StepBegin(step=step, groups=self._groups, awaits_verdict=self._verdicts.awaited)
+        if self._overlap:
+            self._tell_step()
+
+    def _tell_step(self) -> None:
+        begin = StepBegin(step=self._health.life.step, groups=self._groups, awaits_verdict=self._verdicts.awaited)
         self._link.post("optimizer", begin)
 
     def _visits_after_backward(self) -> frozenset[int]:
@@ -276,32 +284,32 @@ class Backward:
             ]
         )
 
-    def end(self) -> None:
-        """The whole backward has succeeded. Called by autograd, or by `end_outside` if it ran outside of autograd."""
+    def end(self, *, by_step: bool = False) -> None:
+        """The whole backward has succeeded. Called by autograd, or by `end_outside` if it ran outside of autograd.
+
+        With `by_step`, `step()` has begun the updates: gradients stay in `p.grad`, as in torch.
+        """
         life = self._health.life
         if life.state is State.COMMITTING:
-            self._complete()
+            self._complete(keep=by_step)
         self._streaming.end_backward()
         life.on(Event.END)  # last, so that an exception above counts as one in backward
 
-    def take_those_set_by_hand(self) -> None:
-        """`step()` was called: take gradients that no hook has seen, those that the loop or a zero-bubble pipeline set.
-
-        Without a backward, they are the step's gradients. After backwards that only summed, they are added to the sums.
-        """
-        state = self._health.life.state
-        if state not in (State.IDLE, State.SUMMED):
+    def begin_by_hand(self) -> None:
+        """`step()` was called without a backward. If the loop has set gradients, they are the step's, as in torch."""
+        if self._health.life.state is not State.IDLE:
             return
-        given = [p for p in self._parameters if p.parameter.grad is not None and p.parameter.grad is not p.consumed]
-        if given:
-            self._reads.synchronize()
+        given = [known for known in self._parameters if known.has_gradient]
+        if not given:
+            return
+        self._reads.synchronize()
         for parameter in given:
             assert parameter.parameter.grad is not None
-            parameter.parameter.grad = parameter.parameter.grad.clone()  # the loop may write the next one into its own
-            if state is State.IDLE:
-                self.on_gradient(parameter)
-            else:
-                self._accumulation.add(parameter)
+            if sentence := _why_not(parameter, parameter.parameter.grad):
+                raise UsageError(sentence)
+        with self._accumulation.held():
+            self._begin(given[0], cast(Tensor, given[0].parameter.grad))
+        self.end_outside()
 
     def add(self, gradients: Sequence[Tensor | None]) -> Transfer | None:
         """Take another process's gradients, one for each parameter or None, as those of a backward that only sums.
@@ -321,11 +329,10 @@ class Backward:
                 transfers.land(arrival)
                 transfers.clock.recycle((before.span[0], *arrival.span))
                 for copy, (parameter, _) in zip(own, turn, strict=True):
-                    parameter.parameter.grad = copy
                     if life.state not in IN_BACKWARD:
                         self._begin(parameter, copy)
                     parameter.backward = life.backward
-                    self._accumulation.add(parameter)
+                    self._accumulation.add_from_elsewhere(parameter, copy)
         self.end_outside()
         return arrival
 
@@ -337,34 +344,50 @@ class Backward:
     def commit(self) -> bool:
         """`step()` was called: send off what backward did not. Returns False if there was no gradient."""
         life = self._health.life
-        if life.state is State.SUMMED:  # fewer backwards than were announced
+        if life.state is State.SUMMED:  # the backwards only summed, so that updates begin now, as in torch
+            if not any(known.has_gradient for known in self._parameters):
+                life.on(Event.DROP)
+        if life.state is State.SUMMED:
             self._begin_step()
             life.on(Event.STEP)
             with self._health.undivided("the update of layers"):
-                self.end()
+                self.end(by_step=True)
         if life.state is State.IDLE:
             self._verdicts.take_part(life.step)
             return False
-        if self._read_groups() != self._groups and not self._has_warned:
-            self._has_warned = True
-            warn(_TOO_LATE)
-        if not self._overlap:  # no update has begun, so what was written since backward counts
+        if not self._overlap:  # no update has begun, so what was written and set since backward counts
+            self._groups = self._read_groups()
+            self._tell_step()
             self._masters.import_written()
+        elif self._read_groups() != self._groups:
+            self._health.refuse(_TOO_LATE)
         with self._health.undivided("the update of layers"):
             self._flush()
             if self._overlap and self._is_stage:
                 self._judge()
         return True
 
-    def _complete(self) -> None:
+    def _complete(self, *, keep: bool) -> None:
         """All gradients of the step have come: also send the layers that lack some of theirs (I5)."""
-        life, stream = self._health.life, self._transfers.stream()
-        for parameter in self._accumulation.pending:
-            parameter.fill(self._accumulation.take(parameter), life.step, stream)
+        self._fill_others(keep=keep)
         if self._overlap:
             self._flush()
             if not (self._is_stage and self._verdicts.awaited):
                 self._judge()
+
+    def _fill_others(self, *, keep: bool) -> None:
+        """Take the gradients that are in `p.grad`: no last backward has reached them. With `keep`, they stay there."""
+        step, stream = self._health.life.step, self._transfers.stream()
+        keeps = self._reads.await_parameter if keep and self._accumulation.keeps else None
+        for parameter in self._parameters:
+            if not parameter.has_gradient:
+                continue
+            self._reads.await_parameter(parameter)  # perhaps nothing has read it since its last update
+            total = self._accumulation.take(parameter, keep=keeps)
+            is_own = total is None  # the loop's, which may write it from now on
+            parameter.fill(parameter.gradient().clone() if total is None else total, step, stream)
+            if not keep or (keeps is None and not is_own):
+                parameter.parameter.grad = parameter.consumed
 
     def _flush(self) -> None:
         """Send off all layers that have gradients. Without overlap, finish each layer before the next."""

@@ -204,7 +204,7 @@ class Engine:
         """End the step, whose updates began in backward. Does nothing if there was no gradient."""
         self._health.check()
         self._meter.enter_boundary()
-        self.backward.take_those_set_by_hand()
+        self.backward.begin_by_hand()
         self.backward.end_outside()
         self._health.require(Event.STEP)
         self._check_consumed()
@@ -231,16 +231,18 @@ class Engine:
     def _check_consumed(self) -> None:
         """Check that backward updated exactly the parameters that `torch.optim.AdamW` would update now."""
         life = self._health.life
+        if life.state is State.SUMMED:  # no update has begun: what is in `p.grad` now is taken
+            return
         for parameter in self._parameters:
-            gradient = parameter.parameter.grad
-            if gradient is not None and gradient is not parameter.consumed:
+            if parameter.has_gradient:
                 self._health.refuse(f"the gradient of {parameter.name} was set by hand, where HyTrain cannot see it")
-            if gradient is None and life.state is State.COMMITTED and parameter.backward == life.backward:
+            if parameter.parameter.grad is None and parameter.step == life.step:
                 self._health.refuse(
                     f"the gradient of {parameter.name} was dropped between backward and step(), when its update had "
-                    'begun: pass on_nonfinite="skip" to leave out steps, and freeze what is not to be trained'
+                    "begun: call backward in opt.no_sync(), so that updates begin in step(); pass "
+                    'on_nonfinite="skip" to leave out steps, and freeze what is not to be trained'
                 )
-            if gradient is not None and life.state is State.IDLE:
+            if parameter.is_consumed and life.state is State.IDLE:
                 raise UsageError(
                     "step() was called again without a backward: gradients that HyTrain has consumed are used once; "
                     "call opt.zero_grad() after each opt.step()"

@@ -388,6 +388,11 @@ class Reads:
             if not layer.life.is_current:
                 layer.life.on(LayerEvent.AWAITED, layer.life.updated)
 
+    def await_parameter(self, parameter: TrainedParameter) -> None:
+        """Wait for a parameter's last update, which reads its gradient."""
+        for layer, _ in parameter.places:
+            self.wait_for(layer)
+
     def synchronize(self) -> None:
         """Return once every update has landed in the parameters, on the host (I6)."""
         for layer in self._layers:

@@ -31,6 +31,8 @@ WINDOW_BYTES: Final = 512 << 20
 class DeviceSums:
     """One sum per parameter on the device: float32, shape (numel,), in the parameter's storage order."""
 
+    on_device: Final = True
+
     def __init__(self) -> None:
         self._sums: dict[TrainedParameter, Tensor] = {}
 
@@ -44,17 +46,22 @@ class DeviceSums:
     def put(self, parameter: TrainedParameter, total: Tensor) -> None:
         self._sums[parameter] = total
 
+    def discard(self, parameter: TrainedParameter) -> None:
+        """Remove the sum, if there is one."""
+        self._sums.pop(parameter, None)
+
     def waiting(self) -> list[TrainedParameter]:
         return list(self._sums)
 
-    def clear(self) -> None:
+    def close(self) -> None:
+        """Free the memory. No copy may be under way."""
         self._sums.clear()
-
-    close = clear  # in HostSums, also frees the pinned memory; no copy may be under way
 
 
 class HostSums:
     """Sums in host memory, for a device without room. Memory is pinned at its first use, and kept between steps."""
+
+    on_device: Final = False
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
@@ -85,22 +92,18 @@ class HostSums:
         self._leaving.append((total.nbytes, departure))
         self._left[parameter] = replace(departure, keep=())
 
+    def discard(self, parameter: TrainedParameter) -> None:
+        self._left.pop(parameter, None)
+        if parameter in self._coming:
+            self._transfers.land(self._coming.pop(parameter)[1])  # the next user of its memory waits for the copy
+
     def waiting(self) -> list[TrainedParameter]:
         return [*self._coming, *self._left]
 
-    def clear(self) -> None:
-        for copy in (*(arrival for _, arrival in self._coming.values()), *(copy for _, copy in self._leaving)):
-            self._transfers.land(copy)
-        self._forget()
-
     def close(self) -> None:
-        self._forget()
         for memory in self._memory.values():
             memory.close()
-        self._memory.clear()
-
-    def _forget(self) -> None:
-        for held in (self._coming, self._leaving, self._left):
+        for held in (self._coming, self._leaving, self._left, self._memory):
             held.clear()
 
     def _fetch_ahead(self) -> None:

@@ -103,7 +103,7 @@ def test_the_updates_begin_in_the_last_backward(monkeypatch: pytest.MonkeyPatch)
 
         monkeypatch.setattr(opt._session._link, "post", listen)
         square_loss(model, 0).backward()
-        assert sent == [] and all(parameter.grad is None for parameter in model.parameters())
+        assert sent == []
         square_loss(model, 1).backward()
         assert sum(isinstance(message, Departure) for message in sent) == len(opt._session.layers)
         with pytest.raises(UsageError, match=r"Call opt\.step\(\) after each backward"):

@@ -47,6 +47,7 @@ import hytrain
 from hytrain.errors import HyTrainError, StaleReadError
 from hytrain.step import activations
 from hytrain.step.activations import Activations
+from workers.records import LOG_PATIENCE_STEPS
 
 # ---------------------------------------------------------------- models
 
@@ -171,15 +172,15 @@ def update(opt: Any) -> None:
     opt.zero_grad()
 
 
-def loop(model: Any, opt: Any) -> Iterable[Tensor]:
-    for step in range(STEPS):
+def loop(model: Any, opt: Any, steps: int = STEPS) -> Iterable[Tensor]:
+    for step in range(steps):
         yield backward(model, step)
         update(opt)
 
 
 def moving(model: Any, opt: Any) -> Iterable[Tensor]:
-    """Layers move between the steps."""
-    for loss in loop(model, opt):
+    """Layers move between the steps: some steps later at the latest, all answers to a plan have been heard."""
+    for loss in loop(model, opt, STEPS + 2 * LOG_PATIENCE_STEPS):
         yield loss
         if isinstance(opt, hytrain.AdamW) and opt.statistics().step > 1:
             wait_for_coordinator(opt)

@@ -367,26 +367,6 @@ def without_memory(*args: object) -> None:
     raise torch.OutOfMemoryError
 
 
-@pytest.mark.parametrize("k", [0.0, 1.0])
-def test_rates_set_between_backward_and_step_hold_from_the_next_step_on(k: float) -> None:
-    """With one warning."""
-
-    def run(model: nn.Module, opt: Any) -> None:
-        for step in range(4):
-            square_loss(model, step).backward()
-            if isinstance(opt, hytrain.AdamW):
-                opt.param_groups[0]["lr"] *= 0.5
-                opt.step()
-            else:
-                opt.step()
-                opt.param_groups[0]["lr"] *= 0.5
-            opt.zero_grad()
-
-    with pytest.warns(UserWarning, match="hold from the next step on") as warned:
-        same_as_torch(run, k=k)
-    assert [Path(warning.filename) for warning in warned] == [Path(__file__)]
-
-
 @pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.5}, {"k": 1.0}, {"k": 0.5, "max_grad_norm": 0.1}], ids=str)
 def test_two_losses_of_one_graph(options: dict[str, Any]) -> None:
     def run(model: nn.Module, opt: Any) -> None:

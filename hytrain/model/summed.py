@@ -1,0 +1,125 @@
+"""What `p.grad` is while a step's backwards only sum gradients: a tensor whose values are kept elsewhere.
+
+    backward      autograd adds a gradient       ─▶ to the float32 sum
+    the loop      norm(), print, clone()         ─▶ the sum, rounded to the gradient's dtype
+                  mul_(), clip_grad_norm_(), …   ─▶ the same, and what was written is the sum from then on
+                  view(), numpy(), …             ─▶ a tensor of its own from then on, as in torch
+                  p.grad = None                  ─▶ the sum is dropped
+
+So between such a backward and `step()`, gradients are what a loop finds there in torch. Where the sums are is known to
+`step.accumulation`, which makes one of these for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
+
+from hytrain.tensors import local
+
+_aten = torch.ops.aten
+
+
+class Sum(Protocol):
+    """The sum of one parameter's gradients on this rank. `own` is the tensor that has it, after `settle`."""
+
+    own: Tensor | None
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient, in the parameter's shape."""
+
+    def value(self) -> Tensor:
+        """The sum in the gradient's dtype, in the parameter's shape: to be read, or to be written and given back."""
+
+    def write(self, value: Tensor) -> None:
+        """Take what `value` returned, and others have written, as the sum."""
+
+    def settle(self) -> Tensor:
+        """The same, from now on kept in this tensor, which may have views."""
+
+
+class SummedGradient(Tensor):
+    """A gradient with the values of a sum."""
+
+    _total: Sum
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, total: Sum, like: Tensor) -> Self:
+        made = Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=like.device, strides=like.stride()
+        )
+        made._total = total
+        return made
+
+    def __init__(self, total: Sum, like: Tensor) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten.detach.default:
+            return args[0]
+        if func is _aten.add_.Tensor and isinstance(args[0], cls) and not kwargs and _is_gradient(args[1], args[0]):
+            args[0]._total.add(args[1])
+            return args[0]
+        found = {id(each): each for each in tree_flatten((args, kwargs))[0] if isinstance(each, cls)}
+        shows = any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
+        values = {key: each._total.settle() if shows else each._total.value() for key, each in found.items()}
+
+        def value(each: Any) -> Any:
+            return values[id(each)] if isinstance(each, cls) else each
+
+        result = func(*tree_map(value, args), **tree_map(value, kwargs))
+        for each in _written(func, args, kwargs):
+            each._total.write(values[id(each)])
+        own = {id(values[key]): each for key, each in found.items()}  # an operation in place returns what it got
+        return tree_map(lambda made: own.get(id(made), made), result)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._total.value())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self._total.value().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._total.value().clone().__reduce_ex__(protocol)
+
+    def numpy(self, *args: Any, **options: Any) -> Any:
+        return self._total.settle().numpy(*args, **options)
+
+    def tolist(self) -> Any:
+        return self._total.value().tolist()
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return self._total.settle().__array__(*args, **options)
+
+    def __dlpack__(self, *args: Any, **options: Any) -> Any:
+        return self._total.settle().__dlpack__(*args, **options)
+
+    def untyped_storage(self) -> Any:
+        return self._total.settle().untyped_storage()
+
+
+def summed(gradient: Tensor | None) -> Sum | None:
+    """The sum that is this gradient's values; None of another one."""
+    part = None if gradient is None else local(gradient)
+    return part._total if isinstance(part, SummedGradient) else None
+
+
+def _is_gradient(given: Any, of: Tensor) -> bool:
+    return isinstance(given, Tensor) and not isinstance(given, SummedGradient) and given.shape == of.shape
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[SummedGradient]:
+    """Those that the operation writes."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (each for each in tree_flatten(given)[0] if isinstance(each, SummedGradient))

@@ -1,0 +1,355 @@
+"""Between a backward that only sums and `step()`, `p.grad` is what it is in torch: read, written, dropped, replaced."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import OnMasters, adamw, differing, opened, same_as_torch, same_bits, weights
+from small_models import perceptron, square_loss, vectors
+from torch import Tensor, nn
+
+import hytrain
+from hytrain.errors import UsageError
+
+STEPS = 4
+PLACES: list[dict[str, Any]] = [
+    {"k": 0.0},
+    {"k": 1.0, "accumulate_on": "device"},
+    {"k": 0.5, "accumulate_on": "host"},
+    {"k": 0.5, "overlap": False},
+]
+
+
+def retained(model: nn.Module, step: int) -> None:
+    square_loss(model, step).backward(retain_graph=True)
+
+
+def held(model: nn.Module, opt: Any, *seeds: int) -> None:
+    """Backwards that only sum: `no_sync` is what the optimizer has besides torch's own interface."""
+    for seed in seeds:
+        if isinstance(opt, hytrain.AdamW | hytrain.SGD):
+            with opt.no_sync():
+                square_loss(model, seed).backward()
+        else:
+            square_loss(model, seed).backward()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None for gradient in found)
+    return found  # type: ignore[return-value]
+
+
+def clips(model: nn.Module, opt: Any, step: int) -> Any:
+    opt.zero_grad()
+    retained(model, step)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    opt.step()
+    return float(norm)
+
+
+def clips_values(model: nn.Module, opt: Any, step: int) -> None:
+    held(model, opt, step)
+    nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    opt.step()
+    opt.zero_grad()
+
+
+def scales(model: nn.Module, opt: Any, step: int) -> None:
+    """By operators in place, out of place, and on what `detach` and `data` return."""
+    held(model, opt, step, step + 100)
+    for index, parameter in enumerate(model.parameters()):
+        assert parameter.grad is not None
+        match index % 4:
+            case 0:
+                parameter.grad.mul_(0.5)
+            case 1:
+                parameter.grad = parameter.grad * 0.5
+            case 2:
+                parameter.grad.detach().div_(2)
+            case 3:
+                parameter.grad.data.mul_(0.5)
+    opt.step()
+    opt.zero_grad()
+
+
+def reads(model: nn.Module, opt: Any, step: int) -> Any:
+    retained(model, step)
+    flat = torch.cat([gradient.flatten() for gradient in gradients(model)])
+    seen = [
+        float(flat.norm()),
+        flat.tolist()[:3],
+        gradients(model)[1].sum().item(),
+        copy.deepcopy(gradients(model)[0]).sum().item(),
+    ]
+    opt.step()
+    opt.zero_grad()
+    return seen
+
+
+def reads_after_the_step(model: nn.Module, opt: Any, step: int) -> Any:
+    held(model, opt, step)
+    opt.step()
+    importance = [(p * p.grad).abs().sum().item() for p in model.parameters()]
+    opt.zero_grad()
+    return importance
+
+
+def writes_a_view(model: nn.Module, opt: Any, step: int) -> None:
+    held(model, opt, step)
+    row, array = gradients(model)[0][0], gradients(model)[1].numpy()
+    held(model, opt, step + 100)
+    row.zero_()
+    array[0] = 0.25
+    opt.step()
+    opt.zero_grad()
+
+
+def drops_all(model: nn.Module, opt: Any, step: int) -> None:
+    retained(model, step)
+    if step % 2:
+        model.zero_grad()
+    opt.step()
+    opt.zero_grad()
+
+
+def drops_some(model: nn.Module, opt: Any, step: int) -> None:
+    held(model, opt, step)
+    next(model.parameters()).grad = None
+    held(model, opt, step + 100)
+    list(model.parameters())[1].grad = None
+    opt.step()
+    opt.zero_grad()
+
+
+def sets_to_zero(model: nn.Module, opt: Any, step: int) -> None:
+    held(model, opt, step)
+    model.zero_grad(set_to_none=False)
+    held(model, opt, step + 100)
+    opt.step()
+    opt.zero_grad()
+
+
+def replaces(model: nn.Module, opt: Any, step: int) -> None:
+    held(model, opt, step)
+    for parameter in list(model.parameters())[::2]:
+        parameter.grad = torch.full_like(parameter, 0.1)
+    held(model, opt, step + 100)
+    opt.step()
+    opt.zero_grad()
+
+
+def keeps_them_for_later(model: nn.Module, opt: Any, step: int) -> None:
+    """Two tasks, whose gradients are projected (PCGrad)."""
+    held(model, opt, step)
+    first = gradients(model)
+    opt.zero_grad()
+    held(model, opt, step + 100)
+    second = [gradient.clone() for gradient in gradients(model)]
+    for parameter, one, other in zip(model.parameters(), first, second, strict=True):
+        parameter.grad = one + other - (one * other).sum().clamp(max=0) * other
+    opt.step()
+    opt.zero_grad()
+
+
+def adds_noise(model: nn.Module, opt: Any, step: int) -> None:
+    held(model, opt, step)
+    for index, gradient in enumerate(gradients(model)):
+        gradient.add_(torch.randn(gradient.shape, generator=torch.Generator().manual_seed(index)), alpha=1e-3)
+    opt.step()
+    opt.zero_grad()
+
+
+def steps_twice(model: nn.Module, opt: Any, step: int) -> None:
+    held(model, opt, step)
+    opt.step()
+    opt.step()
+    opt.zero_grad()
+
+
+def never_drops(model: nn.Module, opt: Any, step: int) -> None:
+    """Momentum by accumulation, and a part that only some backwards reach."""
+    if step == 0:
+        held(model, opt, step)
+    else:
+        with opt.no_sync() if isinstance(opt, hytrain.AdamW) else torch.enable_grad():
+            model[0](vectors(step)).square().mean().backward()
+    opt.step()
+
+
+def sets_hyperparameters(model: nn.Module, opt: Any, step: int) -> None:
+    held(model, opt, step)
+    for group in opt.param_groups:
+        group["lr"], group["weight_decay"] = 1e-2 * (step + 1), 0.1 * step
+    opt.step()
+    opt.zero_grad()
+
+
+LOOPS = [
+    clips,
+    clips_values,
+    scales,
+    reads,
+    reads_after_the_step,
+    writes_a_view,
+    drops_all,
+    drops_some,
+    sets_to_zero,
+    replaces,
+    keeps_them_for_later,
+    adds_noise,
+    steps_twice,
+    never_drops,
+    sets_hyperparameters,
+]
+
+
+@pytest.mark.parametrize("options", PLACES, ids=str)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_the_bits_of_torch(loop: Callable[..., Any], options: dict[str, Any]) -> None:
+    if loop in (reads_after_the_step, steps_twice, never_drops) and options.get("accumulate_on") == "host":
+        pytest.skip("sums are in host memory where the device has no room to keep gradients after the step")
+
+    def run(model: nn.Module, opt: Any) -> list[Any]:
+        return [loop(model, opt, step) for step in range(STEPS)]
+
+    same_as_torch(run, **options)
+
+
+@pytest.mark.parametrize("loop", [clips, drops_some, keeps_them_for_later], ids=lambda loop: loop.__name__)
+def test_micro_batches_of_a_last_backward(loop: Callable[..., Any]) -> None:
+    """What is dropped between micro-batches is not in the step, whose updates begin in its last backward."""
+
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(STEPS):
+            for part in range(3):
+                square_loss(model, 10 * step + part).backward()
+                if (step, part) == (1, 1):
+                    model.zero_grad()
+                if (step, part) == (2, 0):
+                    model[0][0].weight.grad = None
+                if (step, part) == (3, 1):
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            opt.step()
+            opt.zero_grad()
+
+    same_as_torch(run, grad_accumulation=3, k=0.5)
+
+
+def test_the_bits_of_torchs_sgd() -> None:
+    results = []
+    for kind, options in ((torch.optim.SGD, {}), (hytrain.SGD, {"k": 0.0}), (hytrain.SGD, {"k": 1.0})):
+        model = perceptron()
+        if kind is torch.optim.SGD:
+            opt: Any = kind(model.parameters(), lr=1e-2, momentum=0.9)
+            for step in range(STEPS):
+                clips(model, opt, step)
+        else:
+            with opened(kind, model, lr=1e-2, momentum=0.9, **options) as opt:
+                for step in range(STEPS):
+                    clips(model, opt, step)
+                opt.synchronize()
+        results.append(weights(model))
+    assert [differing(result, results[0]) for result in results] == [[], [], []]
+
+
+class MasteredAdamW(OnMasters, torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize("loop", [clips, scales, drops_some, replaces], ids=lambda loop: loop.__name__)
+def test_bfloat16_has_the_same_bits_wherever_sums_are(loop: Callable[..., Any]) -> None:
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(STEPS):
+            loop(model, opt, step)
+
+    same_bits(run, functools.partial(perceptron, dtype=torch.bfloat16), *PLACES)
+
+
+def test_bfloat16_gradients_of_one_backward_are_clipped_as_in_torch() -> None:
+    ours, theirs = perceptron(dtype=torch.bfloat16), perceptron(dtype=torch.bfloat16)
+    reference = MasteredAdamW(theirs, lr=1e-2, fused=True)
+    with adamw(ours, k=0.5) as opt:
+        for step in range(STEPS):
+            assert clips(ours, opt, step) == clips(theirs, reference, step)
+        opt.synchronize()
+        assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_a_tensor_from_before_the_last_backward_is_consumed_with_it() -> None:
+    model = perceptron()
+    with adamw(model, grad_accumulation=2) as opt:
+        square_loss(model, 0).backward()
+        kept = gradients(model)
+        before = kept[0].clone()
+        square_loss(model, 1).backward()
+        with pytest.raises(UsageError, match="already consumed"):
+            torch._foreach_mul_(kept, 0.5)
+        opt.step()
+        assert before.norm() > 0.0
+
+
+def test_what_is_left_in_grad_belongs_to_no_optimizer() -> None:
+    """After the end, another optimizer goes on with it."""
+    model, twin = perceptron(), perceptron()
+    with adamw(model) as opt:
+        held(model, opt, 0)
+    square_loss(twin, 0).backward()
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert type(parameter.grad) is Tensor and other.grad is not None
+        assert torch.equal(parameter.grad, other.grad)
+
+
+def test_a_step_with_the_last_ones_gradients_is_refused_before_harm() -> None:
+    """torch would use them again; they are gone."""
+    model = perceptron()
+    with adamw(model) as opt:
+        square_loss(model, 0).backward()
+        opt.step()
+        for parameter in model[0].parameters():
+            parameter.grad = None
+        before = weights(model)
+        with pytest.raises(UsageError, match=r"still that of the last step.*zero_grad\(\) after each opt\.step"):
+            model[0](vectors(0)).square().mean().backward()
+        assert differing(weights(model), before) == []
+        opt.zero_grad()
+        square_loss(model, 1).backward()
+        opt.step()
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_hyperparameters_set_after_backward_are_refused(k: float) -> None:
+    """Not if they are what they were, and not where updates begin in `step()`."""
+    model = perceptron()
+    with adamw(model, k=k) as opt:
+        square_loss(model, 0).backward()
+        opt.param_groups[0]["lr"] = float(str(opt.param_groups[0]["lr"]))
+        opt.step()
+        opt.zero_grad()
+        square_loss(model, 1).backward()
+        opt.param_groups[0]["lr"] *= 0.5
+        with pytest.raises(UsageError, match=r"between backward and step.*no_sync"):
+            opt.step()
+
+
+@pytest.mark.parametrize("by", ["loop", "hook"])
+def test_without_overlap_step_has_the_last_word(by: str) -> None:
+    def run(model: nn.Module, opt: Any) -> None:
+        def warm(*_: Any) -> None:
+            opt.param_groups[0]["lr"] *= 1.5
+
+        if by == "hook":
+            opt.register_step_pre_hook(warm)
+        for step in range(STEPS):
+            square_loss(model, step).backward()
+            if by == "loop":
+                warm()
+            opt.step()
+            opt.zero_grad()
+
+    same_as_torch(run, overlap=False, k=0.5)
