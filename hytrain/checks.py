@@ -179,16 +179,16 @@ def _wrong_combinations(o: Options) -> Iterator[tuple[bool, str]]:
 
 def check_same(ranks: Ranks, options: Options) -> None:
     """Raise `UsageError` on all ranks if what decides about a step differs between them; k and its like may."""
+    ranks.require_same(
+        vectors(),
+        "torch rounds differently on the CPUs of some ranks, so replicas would drift apart: set ATEN_CPU_CAPABILITY to "
+        "the same on all of them, or train on equal CPUs",
+    )
     names = ["grad_accumulation", "max_grad_norm", "clip", "on_nonfinite", "loss_scale", "overlap", "stream"]
     names += ["state_dtype", "master_dtype"]
     ranks.require_same(
         tuple(getattr(options, name) for name in names),
         f"ranks have different options: give all of them the same {', '.join(names)}",
-    )
-    ranks.require_same(
-        vectors(),
-        "torch rounds differently on the CPUs of some ranks, so replicas would drift apart: set ATEN_CPU_CAPABILITY to "
-        "the same on all of them, or train on equal CPUs",
     )
     if ranks.world > 1 and options.clip == "per_layer":  # on all ranks alike
         raise UnsupportedError('clip="per_layer" with several ranks: a layer is in shards there, so use "global"')

