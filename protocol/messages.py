@@ -35,6 +35,8 @@ GRADS_DTYPES = {"bfloat16": ("bfloat16",), "float16": ("float16",), "float32": (
 STATE_DTYPES = ("float32", "bfloat16", "float8")
 #: The dtypes of the masters of bfloat16 weights. With bfloat16 these weights are masters themselves, and not exact.
 MASTER_DTYPES = ("float32", "bfloat16")
+#: The number of float modes; kernels/backend.py describes them.
+FLOAT_MODES = 16
 #: So many records are in an answer at most.
 HISTORY_POINTS = 1000
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
@@ -297,15 +299,18 @@ class StepBegin(Message):
     """Trainer to optimizer, before the step's first GradReady.
 
     `groups`: the hyperparameters of each parameter group, read when the step's last backward begins.
+    `float_mode`: how that thread treats denormal numbers and rounds, if it makes updates on a CPU, too.
     `awaits_verdict`: a Verdict will scale the gradients or skip the step. No WeightsReady may be sent before it.
     """
 
     step: int
     groups: tuple[Hyper, ...]
     awaits_verdict: bool
+    float_mode: int = 0
 
     def __post_init__(self) -> None:
         _require(self.step >= 0, "steps are counted from 0")
+        _require(0 <= self.float_mode < FLOAT_MODES, f"{self.float_mode} is no float mode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -899,7 +904,7 @@ class Compute(Message):
     """Trainer to CPU trainer: run forward and backward of one part of a batch, a micro-batch.
 
     The micro-batch begins at byte `at` of the memory for inputs, with `text_bytes` of JSON. The gradients go to slot
-    `slot`. `seed` is torch's for this part. `job` numbers the orders.
+    `slot`. `seed` is torch's for this part, `numerics` are its settings, as JSON. `job` numbers the orders.
     """
 
     job: int
@@ -907,6 +912,7 @@ class Compute(Message):
     at: int
     text_bytes: int
     seed: int
+    numerics: str
 
     def __post_init__(self) -> None:
         _require(min(self.job, self.slot, self.at, self.seed) >= 0, "job, slot, place and seed count from 0")

@@ -49,6 +49,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.Plan, "streamed"): st.just(()),
     (m.LayerTable, "objective"): st.sampled_from(m.OBJECTIVES),
     **{(m.Calibration, name): SECONDS_EACH for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")},
+    (m.StepBegin, "float_mode"): st.integers(0, m.FLOAT_MODES - 1),
     (m.SetThreads, "threads"): st.integers(1, 2**31),
     **{(cls, "steps"): st.integers(0, m.MAX_TRACED_STEPS) for cls in (m.TraceNext, m.TraceSteps)},
     (m.HistoryRequest, "points"): st.integers(1, m.HISTORY_POINTS),

@@ -410,6 +410,28 @@ EVERY = [(begin, 1, 1 << 22) for begin in range(-(1 << 31), 1 << 31, 1 << 22)]
 SLOW_EVERY = pytest.param(EVERY, marks=[pytest.mark.slow, pytest.mark.timeout(900)])
 
 
+@pytest.mark.parametrize("mode", [3, 3 << 2], ids=["flushes", "rounds to 0"])
+def test_all_threads_compute_as_the_one_that_calls(mode: int) -> None:
+    """Also those of OpenMP's that were there before the mode changed; and none of them keeps it."""
+    backend = backends.load("native", 1)[0]
+    master = torch.linspace(-1.0, 1.0, 3 * BLOCK)
+    grads, step = torch.full_like(master, 3e-38), scalars(dataclasses.replace(HYPER, eps=2e-38), 1)
+    results = []
+    for threads, in_mode in ((3, 0), (1, mode), (3, mode), (3, 0)):
+        backend.threads, planes = threads, Planes.of(master, "float32")
+        backend.float_mode = in_mode
+        try:
+            on_host(backend)(planes, grads, step)
+            assert backend.float_mode == in_mode
+        finally:
+            backend.float_mode = 0
+        results.append(planes)
+    for one, other in ((0, 3), (1, 2)):
+        assert torch.equal(results[one].weights, results[other].weights)
+        assert torch.equal(results[one].exp_avg, results[other].exp_avg)
+    assert not torch.equal(results[0].weights, results[1].weights)
+
+
 @pytest.mark.parametrize("ranges", [AROUND_TIES, SLOW_EVERY], ids=["ties", "all"])
 @pytest.mark.parametrize("name", [EXACT[0], EXACT[2]])
 def test_split_inside_the_kernel(name: str, ranges: list[tuple[int, int, int]]) -> None:

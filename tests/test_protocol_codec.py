@@ -71,9 +71,9 @@ def test_an_integer_serves_as_a_float_and_nothing_else_does() -> None:
 @pytest.mark.parametrize("hyper", [[], ["Segment"], [["AdamWHyper"]], {}, "AdamWHyper"])
 def test_hyperparameters_are_those_of_a_rule(hyper: Any) -> None:
     assert "StepBegin.groups: hyperparameters of no known rule" in refused(
-        frame(tag="StepBegin", fields=[0, [hyper], False])
+        frame(tag="StepBegin", fields=[0, [hyper], False, 0])
     )
-    assert "StepBegin.groups: expected" in refused(frame(tag="StepBegin", fields=[0, [["AdamWHyper", 0.1]], False]))
+    assert "StepBegin.groups: expected" in refused(frame(tag="StepBegin", fields=[0, [["AdamWHyper", 0.1]], False, 0]))
 
 
 def test_text_that_is_no_utf8_arrives_spelled_out() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hytrain.cotraining import numerics
 from hytrain.cotraining.lending import COPIES, GRADIENTS, INPUTS, MAX_DATAGRAM_BYTES, OTHERS, view
 from hytrain.cotraining.work import found, over, unpacked
 from hytrain.memory import arena
@@ -91,6 +92,7 @@ class CpuParts:
         self._slot, self._has_gradient = job.slot, [False] * len(self._parameters)
         batch = unpacked(self._memories[INPUTS], job.at, job.text_bytes)
         torch.manual_seed(job.seed)
+        numerics.use(job.numerics)
         loss = self._loss(self._model, batch)
         loss.backward()
         seconds = time.monotonic() - began_s

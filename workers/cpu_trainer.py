@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -23,7 +22,7 @@ from hytrain.extras import importing
 from protocol.address import Address
 from protocol.codec import encode
 from protocol.messages import Failure
-from workers.process import end_with_parent, settle
+from workers.process import end_with, settle
 
 ADDRESS = Address("cpu_trainer", 0)
 
@@ -32,9 +31,9 @@ _log = logging.getLogger("cpu_trainer")
 
 def main() -> int:
     """Compute until the trainer is gone; return the exit status."""
-    end_with_parent(signal.SIGKILL)
     settle()
     settings: dict[str, Any] = json.load(sys.stdin)
+    end_with(settings["trainer"])
     os.sched_setaffinity(0, settings["cores"])
     with socket.socket(fileno=settings["socket"]) as trainer:
         try:

@@ -267,6 +267,7 @@ class Session:
         """Update one tile, and send WeightsReady if it was the layer's last."""
         planes = self._arenas.segments[tile.lid][tile.segment]
         began_s = time.monotonic()
+        self._backend.float_mode = tile.float_mode
         numbers = scalars(tile.hyper, tile.count, tile.scale)
         planes.update(self._backend, tile.start, tile.stop, numbers, source=tile.source, target=tile.target)
         if tile.begins:

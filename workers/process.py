@@ -19,6 +19,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -119,8 +120,26 @@ def start_program(
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """From now on, the end of this process's parent sends it this signal, even once it runs another program."""
+    """From now on, the end of this process's parent sends it this signal, even once it runs another program.
+
+    To the system, the parent is the thread that has started this process: it has to be one that ends last.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def end_with(pid: int) -> None:
+    """From now on, this process is killed when the process `pid` has ended, whichever of its threads has started this.
+
+    What computes or waits meanwhile lets a thread of Python's run.
+    """
+    ends = select.poll()
+    ends.register(os.pidfd_open(pid), select.POLLIN)
+
+    def follow() -> None:
+        ends.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="end-with", daemon=True).start()
 
 
 def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> str:

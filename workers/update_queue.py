@@ -40,6 +40,7 @@ class Tile:
 
     `count` is the segment's step count, `hyper` its group's hyperparameters in this step, and `scale` the factor for
     the gradient. The update reads bank `source` and writes bank `target`. `begins`: this is the update's first tile.
+    `float_mode`: that of its step.
     """
 
     lid: int
@@ -53,6 +54,7 @@ class Tile:
     source: int
     target: int
     begins: bool
+    float_mode: int = 0
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class _Work:
 
     ready: GradReady
     groups: tuple[Hyper, ...]
+    float_mode: int
     scale: float = 1.0
     ahead: bool = False
     segment: int = 0
@@ -89,6 +92,7 @@ class UpdateQueue:
     speculate: bool = False
     step: int = -1
     _groups: tuple[Hyper, ...] = ()
+    _float_mode: int = 0
     _work: dict[int, _Work] = field(default_factory=dict)
     _heap: list[tuple[int, int]] = field(default_factory=list)
     _done: dict[int, int] = field(default_factory=dict)
@@ -148,7 +152,7 @@ class UpdateQueue:
             raise QueueError(f"StepBegin({message.step}) after step {self.step}")
         if self._unjudged:
             raise QueueError(f"StepBegin({message.step}) without a verdict on step {self.step}")
-        self.step, self._groups = message.step, message.groups
+        self.step, self._groups, self._float_mode = message.step, message.groups, message.float_mode
         self._awaits_verdict, self._verdict = message.awaits_verdict, None
         self._speculating = self.speculate
 
@@ -201,7 +205,7 @@ class UpdateQueue:
             raise QueueError(f"GradReady of layer {lid} counts {len(message.counts)} of {len(segments)} segments")
         if any(segment.group >= len(self._groups) for segment in segments):
             raise QueueError(f"layer {lid} has a parameter group that StepBegin({self.step}) did not name")
-        work = self._work[lid] = _Work(message, self._groups)
+        work = self._work[lid] = _Work(message, self._groups, self._float_mode)
         if self._awaits_verdict and self._verdict is None:
             self._unjudged.add(lid)
             if self._speculating and message.exceeds:
@@ -236,6 +240,7 @@ class UpdateQueue:
             source=bank,
             target=1 - bank if work.ahead else bank,
             begins=work.start == 0 and not any(work.ready.counts[: work.segment]),
+            float_mode=work.float_mode,
         )
 
     def tile_done(self, tile: Tile) -> WeightsReady | None:

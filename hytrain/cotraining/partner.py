@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from hytrain.cotraining import numerics
 from hytrain.cotraining.lending import COPIES, GRADIENTS, INPUTS, MAX_DATAGRAM_BYTES, OTHERS, Lending, spread, views
 from hytrain.cotraining.work import Packed
 from hytrain.errors import CapacityError, ClusterError
@@ -73,6 +74,7 @@ class Partner:
     ) -> None:
         """Return once the process is ready. Raises `ClusterError` if it does not start."""
         self.lost = ""
+        self._pid = os.getpid()
         self._engine, self._parameters = engine, parameters
         self._timeout_s = min(answer_timeout_s, LONGEST_S)
         self._token, self._seq, self._jobs = secrets.token_hex(16), 0, 0
@@ -89,6 +91,7 @@ class Partner:
         self._transfers, self._pinned = transfers, set[int]()  # slots
         self._taken: Transfer | None = None  # the last copy out of a slot
         settings = {
+            "trainer": self._pid,
             "token": self._token,
             "parameters": _described({clean(known.name): known.own for known in parameters}, self._lending.offsets),
             "others": _described(others, starts),
@@ -155,13 +158,14 @@ class Partner:
         for message, descriptor in self._lending.orders():
             self._send(message, descriptor)
         self._make_room(sum(each.nbytes for each in packed))
-        at, jobs = 0, []
+        at, jobs, settings = 0, [], numerics.present()
         for slot, (each, (_, seed)) in enumerate(zip(packed, parts, strict=True)):
             each.write(self._inputs.mapping, at)
             self._jobs += 1
             jobs.append(self._jobs)
             self._open.add(self._jobs)
-            self._send(Compute(job=self._jobs, slot=slot, at=at, text_bytes=each.text_bytes, seed=seed))
+            text_bytes = each.text_bytes
+            self._send(Compute(job=self._jobs, slot=slot, at=at, text_bytes=text_bytes, seed=seed, numerics=settings))
             at += each.nbytes
         return jobs
 
@@ -211,7 +215,9 @@ class Partner:
         return True
 
     def close(self) -> None:
-        """End the process, and free the memory."""
+        """End the process, and free the memory. Does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
         self._process.kill()
         self._process.wait()
         os.close(self._pidfd)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -90,6 +91,7 @@ class CoTraining:
         self._steps, self._next_trial, self._trial = 0, FIRST_TRIAL, _NONE
         self._is_warm = False
         self._partner: Partner | None = None
+        self._close_partner: Callable[[], object] = lambda: None
         if most:
             self._told = Told(model, parameters)
             work |= {"evaluated": self._told.evaluated, "path": [each for each in sys.path if isinstance(each, str)]}
@@ -106,6 +108,8 @@ class CoTraining:
                     log=log,
                     answer_timeout_s=answer_timeout_s,
                 )
+                close = self._close_partner = weakref.finalize(self, self._partner.close)
+                close.atexit = False  # the session closes this then
             except ClusterError as error:
                 if self._planner is None:
                     raise
@@ -289,9 +293,8 @@ class CoTraining:
         self._end()
 
     def _end(self) -> None:
-        partner, self._partner, self._planner, self._cpu_parts = self._partner, None, None, 0
-        if partner is not None:
-            partner.close()
+        self._partner, self._planner, self._cpu_parts = None, None, 0
+        self._close_partner()
 
 
 @dataclass(frozen=True, slots=True)

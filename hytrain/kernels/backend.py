@@ -54,9 +54,14 @@ def seeds(key: int, step: int) -> tuple[int, int]:
 
 
 class Backend(Protocol):
-    """Updates of planes in this process's memory. `threads` may be set between two calls."""
+    """Updates of planes in this process's memory. `threads` may be set between two calls.
+
+    `float_mode` is that of the thread which calls, and so that of its updates. It is the sum of 1, if results that are
+    denormal become 0, of 2, if such operands do, and of 4 times the rounding: to the nearest, down, up, to 0.
+    """
 
     threads: int
+    float_mode: int
 
     @property
     def name(self) -> str: ...

@@ -53,6 +53,17 @@ class NativeBackend:
         self._touch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
         self._touch.restype = ctypes.c_int
         self._small_calls = 0
+        self._float_mode, self._set_float_mode = library.hytrain_float_mode, library.hytrain_set_float_mode
+        self._float_mode.argtypes, self._float_mode.restype = (), ctypes.c_uint
+        self._set_float_mode.argtypes, self._set_float_mode.restype = (ctypes.c_uint,), None
+
+    @property
+    def float_mode(self) -> int:
+        return int(self._float_mode())
+
+    @float_mode.setter
+    def float_mode(self, mode: int) -> None:
+        self._set_float_mode(mode)
 
     def update(
         self,

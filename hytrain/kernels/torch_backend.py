@@ -10,6 +10,7 @@ therefore padded to `WIDTH`, and the results are the native backend's, however a
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -33,6 +34,11 @@ CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, th
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": torch.uint8}
 
 
+def flushes_denormals() -> bool:
+    """Whether this thread takes denormal numbers for 0: `torch.set_flush_denormal` cannot be asked."""
+    return sys.float_info.min / 2 == 0.0
+
+
 class TorchBackend:
     """The rules with torch's operators. `threads` sets torch's number of threads in this process."""
 
@@ -52,6 +58,15 @@ class TorchBackend:
 
     def _set_threads(self, threads: int) -> None:
         torch.set_num_threads(threads)
+
+    @property
+    def float_mode(self) -> int:
+        """That of this thread, as torch knows it: it flushes, or it does not."""
+        return 3 if flushes_denormals() else 0
+
+    @float_mode.setter
+    def float_mode(self, mode: int) -> None:
+        torch.set_flush_denormal(bool(mode & 3))
 
     def update(
         self,

@@ -413,6 +413,51 @@ void update_range(State<Rule, Weight, Moment> from, const Grad *grads, State<Rul
     if (!in_place) settle();
 }
 
+// How a thread treats denormal numbers, and how it rounds: as backend.py says. torch.set_flush_denormal changes
+// it for the thread that calls it, and each thread that begins later has that of the thread that has made it.
+#if defined(__SSE2__)
+constexpr unsigned modes = 0xe040;
+inline unsigned float_mode() {
+    const unsigned state = _mm_getcsr();
+    return (state >> 15 & 1) | (state >> 6 & 1) << 1 | (state >> 13 & 3) << 2;
+}
+inline void set_float_mode(unsigned mode) {
+    _mm_setcsr((_mm_getcsr() & ~modes) | (mode & 1) << 15 | (mode >> 1 & 1) << 6 | (mode >> 2 & 3) << 13);
+}
+#elif defined(__aarch64__)
+constexpr uint64_t modes = 0x1c00000;  // one bit flushes both; the two bits of the rounding are the other way round
+inline unsigned swapped(unsigned rounding) { return (rounding & 1) << 1 | rounding >> 1; }
+inline unsigned float_mode() {
+    uint64_t state;
+    asm volatile("mrs %0, fpcr" : "=r"(state));
+    return (state >> 24 & 1 ? 3 : 0) | swapped(state >> 22 & 3) << 2;
+}
+inline void set_float_mode(unsigned mode) {
+    uint64_t state;
+    asm volatile("mrs %0, fpcr" : "=r"(state));
+    state = (state & ~modes) | static_cast<uint64_t>(mode & 3 ? 1 : 0) << 24;
+    state |= static_cast<uint64_t>(swapped(mode >> 2 & 3)) << 22;
+    asm volatile("msr fpcr, %0" : : "r"(state) : "memory");
+}
+#else
+inline unsigned float_mode() { return 0; }
+inline void set_float_mode(unsigned) {}
+#endif
+
+class AsCaller {  // a thread of OpenMP computes as the thread does that calls
+public:
+    explicit AsCaller(unsigned mode) : before(float_mode()), differs(mode != before) {
+        if (differs) set_float_mode(mode);
+    }
+    ~AsCaller() {
+        if (differs) set_float_mode(before);
+    }
+
+private:
+    const unsigned before;
+    const bool differs;
+};
+
 // Threads take whole blocks, so no two threads write to the same cache line of an aligned plane.
 constexpr int64_t block = 4096;
 
@@ -421,12 +466,17 @@ void update(const Planes *from, const void *grads, const Planes *to, int64_t num
             const Elements *elements, int threads) {
     const Rule rule = *static_cast<const Rule *>(scalars);
     const int64_t blocks = (numel + block - 1) / block;
-#pragma omp parallel for schedule(static) num_threads(threads) if (blocks > 1)
-    for (int64_t b = 0; b < blocks; ++b) {
-        const int64_t begin = b * block;
-        const int64_t end = begin + block < numel ? begin + block : numel;
-        update_range(from->as<Rule, Weight, Moment>().at(begin), static_cast<const Grad *>(grads) + begin,
-                     to->as<Rule, Weight, Moment>().at(begin), end - begin, rule, elements->at(begin));
+    const unsigned mode = float_mode();
+#pragma omp parallel num_threads(threads) if (blocks > 1)
+    {
+        const AsCaller computes(mode);
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < blocks; ++b) {
+            const int64_t begin = b * block;
+            const int64_t end = begin + block < numel ? begin + block : numel;
+            update_range(from->as<Rule, Weight, Moment>().at(begin), static_cast<const Grad *>(grads) + begin,
+                         to->as<Rule, Weight, Moment>().at(begin), end - begin, rule, elements->at(begin));
+        }
     }
 }
 
@@ -460,6 +510,9 @@ HYTRAIN_RULE(adamw, AdamW)
 HYTRAIN_RULE(sgd, SGD)
 HYTRAIN_RULE(sgd_momentum, SGDMomentum)
 HYTRAIN_RULE(lion, Lion)
+
+unsigned hytrain_float_mode() { return float_mode(); }
+void hytrain_set_float_mode(unsigned mode) { set_float_mode(mode); }
 
 // Writes a zero to every page of a fresh mapping; the kernel places a page on the NUMA node of the thread that does so.
 // If `ask`, each thread asks for huge pages in its share until one is refused. Returns whether one was.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import subprocess
 import sys
+import threading
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.hooks import RemovableHandle
 
 import hytrain
-from hytrain.cotraining import shares
+from hytrain.cotraining import partner, shares
 from hytrain.cotraining.shares import CoTraining
 from hytrain.cotraining.told import Told
 from hytrain.cotraining.work import moved, over
@@ -83,6 +85,46 @@ def test_the_bits_of_a_plain_loop(options: dict[str, Any]) -> None:
     expected = results(None, **options)
     for cpu_parts in (0, 1, PARTS - 1):
         assert differing(results(cpu_parts, **options), expected) == [], cpu_parts
+
+
+@pytest.mark.spawns
+def test_the_cpu_trainer_computes_with_the_settings_of_the_trainer() -> None:
+    """They change in the middle of training. The gradients are so small that some are denormal."""
+    loss = partial(share_of_loss, parts=2e35)
+
+    def trained(cpu_parts: int) -> dict[str, Tensor]:
+        model, found = perceptron(), list[Tensor]()
+        with adamw(model, k=1.0, eps=2e-38) as opt:
+            cotraining = opt.cotrain(perceptron, loss, parts=2, cpu_parts=cpu_parts)
+            try:
+                for step in range(4):
+                    torch.set_flush_denormal(step >= 2)
+                    cotraining.backward(micro_batches(step, 2))
+                    opt.step()
+                    opt.zero_grad()
+                    found.append(opt.state_dict()["state"][0]["exp_avg"].clone())
+            finally:
+                torch.set_flush_denormal(False)
+            return {**state(opt), **weights(model), **{f"exp_avg after {i}": each for i, each in enumerate(found)}}
+
+    assert differing(trained(cpu_parts=1), trained(cpu_parts=0)) == []
+
+
+@pytest.mark.spawns
+def test_the_thread_that_has_started_the_cpu_trainer_may_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partner, "Popen", subprocess.Popen)
+    model, made = perceptron(), list[CoTraining]()
+    with adamw(model, k=0.0) as opt:
+        thread = threading.Thread(
+            target=lambda: made.append(opt.cotrain(perceptron, partial(share_of_loss, parts=2), parts=2, cpu_parts=1))
+        )
+        thread.start()
+        thread.join()
+        for step in range(2):
+            made[0].backward(micro_batches(step, 2))
+            opt.step()
+            opt.zero_grad()
+        assert made[0].pid is not None, "it is not lost"
 
 
 @pytest.mark.gpu
