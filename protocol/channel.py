@@ -20,6 +20,7 @@ import os
 import select
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -310,6 +311,7 @@ class Network:
         self.name = name or str(address)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sockets: list[_Socket] = []
+        self._leaving = threading.Lock()
 
     def inbox(self) -> Inbox:
         """Bind this process's inbox."""
@@ -324,6 +326,17 @@ class Network:
 
     def subscriber(self) -> Subscriber:
         return Subscriber(self)
+
+    def leave(self, sockets: Iterable[_Socket]) -> None:
+        """A thread ends, and closes its own sockets; the last one closes the context, too, as `close` does."""
+        sockets = list(sockets)
+        with self._leaving:
+            self.sockets = [socket for socket in self.sockets if socket not in sockets]
+            is_last = not self.sockets
+        for socket in sockets:
+            socket.close()
+        if is_last:
+            self.close()
 
     def drop(self, socket: Inbox | Outbox) -> None:
         """Close one socket before the others. Messages already sent are still delivered."""

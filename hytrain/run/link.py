@@ -3,8 +3,10 @@
     sender     post() ──queue──▶ wait for the copy's event, if one is given ──▶ the listener's on_departure ──▶ outbox
     receiver   inbox, deaths ──▶ the listener's on_message, on_failure
 
-Each socket belongs to one thread. The sender waits for a copy before it sends the message posted with it, so a
-GradReady never overtakes its gradient. Messages leave in the order in which they are posted.
+Each socket belongs to one thread, which closes it at its end; the last one closes ZeroMQ's context. The garbage
+collector must not: it would wait in whatever thread it runs for sockets that are still open. The sender waits for a
+copy before it sends the message posted with it, so a GradReady never overtakes its gradient. Messages leave in the
+order in which they are posted.
 
 If the coordinator dies, training goes on. Another one introduces itself, and gets, with `rejoin`, what the first one
 knew: reports and logs are kept until they are recorded.
@@ -60,7 +62,8 @@ from protocol.messages import (
     Welcome,
 )
 
-CLOSE_TIMEOUT_S: Final = 5.0
+#: At the end, copies that are under way end, and the last words are delivered. Only a hang takes longer.
+CLOSE_TIMEOUT_S: Final = 60.0
 #: The coordinator is heard at least once a second. After this long without it, it is called silent.
 SILENCE_S: Final = 4.0
 LOOK_S: Final = 1.0
@@ -137,14 +140,19 @@ class Link:
         # The name is unique: a second optimizer in this process must not receive messages meant for the first.
         self.address: Final = Address("trainer", rank)
         self.name: Final = f"{self.address}-{secrets.token_hex(4)}"
-        self._network = Network(cluster.socket_dir, token=cluster.token, address=self.address, name=self.name)
         self._handshake = WorkerHandshake(self.address, pid=self._pid, inbox=self.name)
-        self._inbox: Inbox = self._network.inbox()
-        self._inbox.admit(str(COORDINATOR), str(Address("optimizer", rank)))
         self._outboxes: dict[str, Outbox] = {}
         self._arenas = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._stop_read, self._stop_write = os.pipe()
-        self._threads: list[threading.Thread] = []
+        self._network = Network(cluster.socket_dir, token=cluster.token, address=self.address, name=self.name)
+        try:
+            self._inbox: Inbox = self._network.inbox()
+            self._stop_read, self._stop_write = os.pipe()
+        except BaseException:
+            self._network.close()
+            self._arenas.close()
+            raise
+        self._inbox.admit(str(COORDINATOR), str(Address("optimizer", rank)))
+        self._threads: dict[str, threading.Thread] = {}
         self._closed = False
         self.coordinator_pid = cluster.coordinator_pid
         self._has_coordinator = self._is_known = False  # and it knows us
@@ -267,10 +275,10 @@ class Link:
     def start(self, listener: Listener) -> None:
         """Start the threads. From now on, messages reach `listener`."""
         self._inbox.watch_descriptor("stop", self._stop_read)
-        for name, run in (("sender", self._send_all), ("receiver", self._receive_all)):
+        for name, run in (("sender", self._send), ("receiver", self._receive)):
             thread = threading.Thread(target=run, args=(listener,), name=THREAD_PREFIX + name, daemon=True)
             thread.start()
-            self._threads.append(thread)
+            self._threads[name] = thread
 
     def ready(self, detail: str) -> None:
         """Tell the coordinator that construction has succeeded."""
@@ -334,32 +342,66 @@ class Link:
                 self._await_optimizer()  # its end of the connection closes before its own end can be seen
             raise ClusterError(f"the optimizer process sent no arena: {error}") from None
 
-    def close(self) -> None:
-        """Say goodbye and stop the threads. Does nothing in a forked child: the link belongs to the parent."""
+    def close(self, release: Callable[[], None] = lambda: None) -> None:
+        """Say goodbye and stop the threads, then `release` the memory that their copies use.
+
+        Does nothing in a forked child: the link belongs to the parent.
+        """
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
         for role, outbox in self._outboxes.items():
-            if self._threads:
+            if "sender" in self._threads:
                 self.post(role, Goodbye())
-            else:  # construction failed before the sender was started
+            else:  # construction has failed before
                 outbox.send(Goodbye())
         self._jobs.put(None)
-        os.write(self._stop_write, b"stop")  # close() alone wakes nobody while a forked child holds the pipe
+        with contextlib.suppress(BrokenPipeError):  # the receiver has ended already
+            os.write(self._stop_write, b"stop")  # close() alone wakes nobody while a forked child holds the pipe
         os.close(self._stop_write)
-        if not self._threads:
+        if "sender" not in self._threads:
+            self._leave_outboxes()
+        if "receiver" not in self._threads:
             os.close(self._stop_read)  # otherwise the inbox closes it
-        for thread in self._threads:
-            thread.join(CLOSE_TIMEOUT_S)
+            self._network.leave([self._inbox])
+        ends_s = time.monotonic() + CLOSE_TIMEOUT_S
+        for thread in self._threads.values():
+            thread.join(max(ends_s - time.monotonic(), 0.0))
         with contextlib.suppress(OSError):
             self._arenas.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an arena
         self._arenas.close()
+        hang = [thread for thread in self._threads.values() if thread.is_alive()]
+        if not hang:
+            return release()
+
+        def follow() -> None:
+            for thread in hang:
+                thread.join()
+            release()
+
+        _log.error("%s hangs in a copy or a call, and keeps memory until that ends", " and ".join(t.name for t in hang))
+        threading.Thread(target=follow, name=THREAD_PREFIX + "end", daemon=True).start()
+
+    def _leave_outboxes(self) -> None:
         pids = {"optimizer": self._cluster.optimizer_pids[self.address.rank], "coordinator": self.coordinator_pid}
         for role, outbox in self._outboxes.items():
             if has_ended(pids[role]):
                 outbox.linger_s = 0.0  # nobody is left to hear it
-        if not any(thread.is_alive() for thread in self._threads):
-            self._network.close()
+        self._network.leave(self._outboxes.values())
+
+    def _send(self, listener: Listener) -> None:
+        """The sender thread."""
+        try:
+            self._send_all(listener)
+        finally:
+            self._leave_outboxes()
+
+    def _receive(self, listener: Listener) -> None:
+        """The receiver thread."""
+        try:
+            self._receive_all(listener)
+        finally:
+            self._network.leave([self._inbox])
 
     def _send_all(self, listener: Listener) -> None:
         try:

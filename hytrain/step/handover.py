@@ -19,7 +19,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Final
 
 import torch
 
@@ -29,15 +28,13 @@ from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, Planes
 from hytrain.memory.transfer import Copy, Transfer, Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import TrainedLayer
-from hytrain.run.link import THREAD_PREFIX, Link
+from hytrain.run.link import CLOSE_TIMEOUT_S, THREAD_PREFIX, Link
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
 from hytrain.step.streaming import Streaming
 from protocol.handles import STATE_PLANES
 from protocol.messages import AllocatePlanes, GiveUp, Plan, PlanesRefused, ReleasePlanes, TakeOver
 from protocol.placement import VISIT, Placement
-
-CLOSE_TIMEOUT_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -361,15 +358,22 @@ class Handover:
         if thread is not None:
             thread.join(timeout_s)
 
-    def close(self) -> None:
-        """Free prepared memory that no layer uses, and arenas that layers have left. The link is closed already."""
+    def close(self) -> bool:
+        """Free prepared memory that no layer uses, and arenas that layers have left. The link is closed already.
+
+        Returns whether its thread, which pins and copies state, has ended.
+        """
         self.wait(CLOSE_TIMEOUT_S)
+        if self._thread is not None and self._thread.is_alive():
+            _log.error("a handover of layers hangs: its memory is kept")
+            return False
         if self._move is not None:
             for arena in (*self._move.arenas.values(), *(arena for arena, _ in self._move.closing)):
                 arena.close()
             self._move.arenas.clear()
             self._move.closing.clear()
             self._move.devices.clear()
+        return True
 
     def _place(self, layer: TrainedLayer, plan: Plan, step: int, after: Transfer | None = None) -> None:
         """Place the layer as planned from now on. Its updater waits for `after`, which moves its state.
