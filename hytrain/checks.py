@@ -231,6 +231,11 @@ def check_model(model: nn.Module) -> torch.device:
     if isinstance(model, nn.DataParallel):
         raise UnsupportedError("DataParallel replicates the model behind HyTrain's back: use torchrun and fully_shard")
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(p.requires_grad for p in module.parameters()):
+            raise UnsupportedError(
+                f"{name or 'the model'} is TorchScript, which reads weights where HyTrain cannot wait for their "
+                "updates: train the module that it was made of (torch.compile makes it fast), or freeze it"
+            )
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedError(f"{name or 'the model'} makes sparse gradients: construct it with sparse=False")
     made_on = {p.parameter: p.device for blueprint in blueprints_of(model) for p in blueprint.planned}

@@ -283,6 +283,11 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             UsageError: Continuing would train something else than asked for.
         """
+        return self._step(closure)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """`torch.compile(opt.step)` has nothing to compile here. What it wraps must not be what is disabled."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -304,6 +309,10 @@ class Optimizer(torch.optim.Optimizer):
             raise UsageError(
                 "zero_grad(set_to_none=False): HyTrain's gradients are gone after backward; use zero_grad()"
             )
+        self._zero_grad()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _zero_grad(self) -> None:
         self._engine.drop_gradients()
         with unwatched():
             super().zero_grad(set_to_none=True)
@@ -342,6 +351,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _note_groups(self) -> None:
         """Remember what the groups are, to notice when the loop changes more than it may."""
+        self._kept = [parameter for group in self.param_groups for parameter in group["params"]]  # by nothing else
         self._group_ids = group_ids(self.param_groups)
         self._rules = [self.algorithm.rule(group) for group in self.param_groups]
         self._no_state.planes = {
@@ -459,7 +469,7 @@ class Optimizer(torch.optim.Optimizer):
         """Let a process on the CPU train some micro-batches of each step, beside the model's device.
 
         The gradients are summed in the order of the micro-batches, whoever computed them. The process has the weights
-        where the optimizer process keeps them. It ends with the optimizer.
+        where the optimizer process keeps them. It ends with the optimizer, or with what this returns.
 
         Args:
             build: Makes the model anew, without arguments. The CPU trainer calls it on the meta device, so the model

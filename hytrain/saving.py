@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from hytrain.algorithms import Algorithm
 from hytrain.errors import ConfigError
@@ -165,10 +166,16 @@ class Rest:
     """
 
     name: str
-    parameter: nn.Parameter
+    of: TensorWeakRef
     count: int
     planes: dict[str, Tensor]
     version: int | None
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self.of()
+        assert parameter is not None, f"the optimizer keeps {self.name}"
+        return parameter  # type: ignore[no-any-return]
 
 
 class Resting:
@@ -182,7 +189,7 @@ class Resting:
         for known in parameters:
             if known.count:
                 planes = {plane: gather(known, plane).cpu() for plane in known.plane_dtypes}
-                rest = Rest(known.name, known.parameter, known.count, planes, version(known.parameter))
+                rest = Rest(known.name, TensorWeakRef(known.parameter), known.count, planes, version(known.parameter))
                 self._of[id(known.parameter)] = rest
 
     def give(self, parameters: list[TrainedParameter]) -> None:
@@ -210,7 +217,7 @@ class Resting:
         dtypes = plane_dtypes(parameter, rule, self.precision)
         parts = {plane: _part(entry, plane, parameter, dtypes) for plane in dtypes}
         planes = {plane: part.cpu() for plane, part in parts.items() if part is not None}
-        self._of[id(parameter)] = Rest(name, parameter, count_of(entry), planes, None)
+        self._of[id(parameter)] = Rest(name, TensorWeakRef(parameter), count_of(entry), planes, None)
 
     def drop(self, parameters: list[TrainedParameter]) -> None:
         for known in parameters:

@@ -4,7 +4,9 @@
                     └─▶ rebuild, when parameters join: a new engine takes over the exact state of the old one
                     └─▶ close, called automatically when the AdamW is no longer referenced
 
-One session at a time trains a parameter. `optim` presents the session as a torch optimizer.
+One session at a time trains a parameter. Python's exit and the link's threads keep a session and its engine until it
+is closed. So they refer to optimizer, model and parameters weakly, or none of these would ever end. `optim` presents
+the session as a torch optimizer.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.weak import TensorWeakRef
 
 from hytrain import saving
 from hytrain.checks import Options, check_free, check_model
@@ -109,8 +112,8 @@ class Session:
         self._pid = os.getpid()
         self.ranks = ranks
         self._stage = None if pipeline_group is None else torch.distributed.get_rank(pipeline_group)
-        came_from, moves = check_model(model), False
-        self._model, self._options, self._device = model, options, device or came_from
+        came_from = check_model(model)
+        self._model_of, self._options, self._device = weakref.ref(model), options, device or came_from
         self._first: dict[nn.Parameter, Tensor] = {}  # values that are not on the device yet
         self.memory = gpu_memory(self._device)
         self._groups, self._read_groups = groups, read_groups
@@ -123,37 +126,40 @@ class Session:
         self._numbers = StepNumbers()
         self._host_bytes = 0  # of host memory, this rank's part
         self._host_free: Callable[[], int | None] = lambda: None  # what is left of it
-        self._others: list[Tensor] = []  # frozen parameters: in the groups, but not trained
+        self._others: list[TensorWeakRef] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
-        self._cotraining: CoTraining | None = None
+        self._cotraining: Callable[[], CoTraining | None] = lambda: None  # its user keeps it, and it the model
         self.last_words = f"this hytrain.{options.algorithm.name} is closed"
         self._place = find_or_start(config, self.ranks)
         self._cluster = self._place.cluster
         self.memory.limit = self._cluster.gpu_memory_limit
-        try:
+        with contextlib.ExitStack() as undo:  # what a start that fails has done, down to the model
+            undo.callback(self._place.close)
             connect_nodes(self._cluster, self._place.rank, self.ranks)
             deferred = [planned for each in blueprints_of(model) for planned in each.planned]
-            if moves := bool(deferred) or self._device != came_from:
+            if deferred or self._device != came_from:
+                undo.callback(take_back, model, came_from, self._first)
                 blocks = find_blocks(model) if options.stream != 0.0 else ()
                 take_to(model, self._device, blocks, deferred, self._first)
             self._build()
-        except BaseException:
-            try:
-                if moves:
-                    take_back(model, came_from, self._first)
-            finally:
-                self._place.close()
-            raise
+            undo.callback(self._leave)
+            if self._place.rank == 0:
+                launcher = self._cluster.launcher_pid if isinstance(self._place, Seat) else None
+                environment.write(self.run_dir, self._device, launcher)
+            self._trackers = Trackers(log_to if ranks.rank == 0 else (), self.run_dir, self._cluster.run_name)
+            undo.pop_all()
         self._first = {}
         for segment in (segment for layer in self.layers for segment in layer.segments):
             segment.first = None
-        if self._place.rank == 0:
-            launcher = self._cluster.launcher_pid if isinstance(self._place, Seat) else None
-            environment.write(self.run_dir, self._device, launcher)
-        self._trackers = Trackers(log_to if ranks.rank == 0 else (), self.run_dir, self._cluster.run_name)
         self._tracked = self.engine.statistics  # the last that they have
         _sessions.add(self)
+
+    @property
+    def _model(self) -> nn.Module:
+        model = self._model_of()
+        assert model is not None, "the optimizer keeps it"
+        return model
 
     @property
     def engine(self) -> Engine:
@@ -176,30 +182,33 @@ class Session:
         before_start()
         continues = self._engine is not None
         self.layers, self.parameters = layers, parameters
-        with self.ranks.together():
-            self._start(continues=continues)
+        with contextlib.ExitStack() as undo:
+            with self.ranks.together():
+                self._start(undo, continues=continues)
+                self._hook(undo, gates)
+            self._link.ready(f"{len(layers)} layers on {self._device}")
+            undo.pop_all()
+
+    def _hook(self, undo: contextlib.ExitStack, gates: list[tuple[Any, Gate]]) -> None:
+        """Connect the model to the engine. `undo` gets what undoes that."""
+        engine, parameters = self.engine, self.parameters
         detach = hooks.attach(
-            self._model,
-            gates,
-            parameters,
-            engine=self.engine,
-            reads=self.engine.reads,
-            backward=self.engine.backward,
+            self._model, gates, parameters, engine=engine, reads=engine.reads, backward=engine.backward
         )
-        _managed.update((id(known.parameter), known.parameter) for known in parameters)
-        given = [p for group in self._groups() for p in group["params"]]
-        self._others = [p for p in given if id(p) not in _managed and p.numel()]  # empty ones never change
 
         def unhook() -> None:
-            detach()
             for known in parameters:
-                known.drop_consumed()
-                _managed.pop(id(known.parameter), None)
+                if not known.is_gone:
+                    _managed.pop(id(known.parameter), None)
+            detach()
 
         self._unhook = unhook
+        undo.callback(unhook)
+        _managed.update((id(known.parameter), known.parameter) for known in parameters)
+        given = [p for group in self._groups() for p in group["params"]]
+        self._others = [TensorWeakRef(p) for p in given if id(p) not in _managed and p.numel()]  # empty: no change
         renew = weakref.WeakMethod(self._renew)
-        self.engine.watch(lambda: (method := renew()) is not None and method())
-        self._link.ready(f"{len(layers)} layers on {self._device}")
+        engine.watch(lambda: (method := renew()) is not None and method())
 
     def _split(self) -> tuple[list[TrainedLayer], list[TrainedParameter], list[tuple[Any, Gate]]]:
         """The layers of what is to be trained now, their parameters and gates. Checks that memory suffices."""
@@ -249,7 +258,7 @@ class Session:
         return layers, parameters, gates
 
     def _own(self) -> set[int]:
-        return {id(known.parameter) for known in self.parameters}
+        return {id(known.parameter) for known in self.parameters if not known.is_gone}
 
     def _add_banks(self, layers: list[TrainedLayer]) -> None:
         """Give layers a second bank, for updates before the norm is known, if host memory allows."""
@@ -264,8 +273,8 @@ class Session:
             host_bytes(double) * (1.0 - (k or 0.0)) / 1e9,
         )
 
-    def _start(self, *, continues: bool) -> None:
-        """Join the processes, agree on the first plan, and start an engine with it."""
+    def _start(self, undo: contextlib.ExitStack, *, continues: bool) -> None:
+        """Join the processes, agree on the first plan, and start an engine with it. `undo` gets what undoes that."""
         options, cluster = self._options, self._cluster
         if options.backend == "auto" and (reason := choice.why_not_native()):
             _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
@@ -276,7 +285,8 @@ class Session:
         free = host_free(None, self._device, len(self.ranks.node))  # a stated limit is one for planes
         host = _host_backend(options.backend) if self._device.type == "cpu" else None
         plans = PlanBook("trainer", len(self.layers))
-        self._link = Link(self._place, timeout_s=ANSWER_TIMEOUT_S)
+        link = self._link = Link(self._place, timeout_s=ANSWER_TIMEOUT_S)
+        undo.callback(link.close)
         engine = self._engine = Engine(
             self.layers,
             self.parameters,
@@ -299,46 +309,42 @@ class Session:
             updater=f"optimizer-{self._place.rank} (process {cluster.optimizer_pids[self._place.rank]})",
             hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,
         )
+        undo.callback(link.close, engine.release)
         layers = tuple(layer.spec for layer in self.layers)
-        try:
-            calibration = calibrate(layers, self._device, transfers, host)
-            self._link.join()
-            allow_descriptors(len(layers))
-            table = LayerTable(
-                layers=layers,
-                inbox=self._link.name,
-                device=self._device.type,
-                policy=options.policy,
-                objective=options.objective,
-                awaits_verdict=options.awaits_verdict,
-                speculate=options.speculate if self.layers[0].layout.banks == 2 else False,
-                k=options.k,
-                backend=options.backend,
-                gpu_bytes=self._first_bytes(),
-                host_bytes=self._host_bytes,
-                continues=continues,
-                rank=self.ranks.rank,
-                world=self.ranks.world,
-                visit=options.visit,
-                stream=options.stream if self._blocks else 0.0,
-                blocks=tuple(tuple(layer.lid for layer in block.layers) for block in self._blocks),
-                window_bytes=window_bytes(self._blocks),
-                ring_bytes=ring_bytes([segment for layer in layers for segment in layer.segments]),
-                hold_bytes=hold_bytes,
-                gpu=environment.gpu_uuid(self._device),
-            )
-            plan = self._link.agree(table, calibration, plans)
-            self._link.start(engine)
-            self._load_first(plan)
-            engine.start(plan)
-            for blueprint in blueprints_of(self._model):
-                blueprint.make(self._give, self._device)
-            if self._blocks:
-                memory.begin_anew()
-        except BaseException:
-            self._link.close()
-            engine.release()
-            raise
+        calibration = calibrate(layers, self._device, transfers, host)
+        self._link.join()
+        allow_descriptors(len(layers))
+        table = LayerTable(
+            layers=layers,
+            inbox=self._link.name,
+            device=self._device.type,
+            policy=options.policy,
+            objective=options.objective,
+            awaits_verdict=options.awaits_verdict,
+            speculate=options.speculate if self.layers[0].layout.banks == 2 else False,
+            k=options.k,
+            backend=options.backend,
+            gpu_bytes=self._first_bytes(),
+            host_bytes=self._host_bytes,
+            continues=continues,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
+            visit=options.visit,
+            stream=options.stream if self._blocks else 0.0,
+            blocks=tuple(tuple(layer.lid for layer in block.layers) for block in self._blocks),
+            window_bytes=window_bytes(self._blocks),
+            ring_bytes=ring_bytes([segment for layer in layers for segment in layer.segments]),
+            hold_bytes=hold_bytes,
+            gpu=environment.gpu_uuid(self._device),
+        )
+        plan = self._link.agree(table, calibration, plans)
+        self._link.start(engine)
+        self._load_first(plan)
+        engine.start(plan)
+        for blueprint in blueprints_of(self._model):
+            blueprint.make(self._give, self._device)
+        if self._blocks:
+            memory.begin_anew()
 
     def _first_bytes(self) -> int | None:
         """The GPU memory for state, and for weights of blocks that can be streamed, before a step was measured."""
@@ -367,7 +373,7 @@ class Session:
     def rebuild(self) -> None:
         """Start a new engine with the exact state trained so far. Host memory holds both states for a while."""
         before, left = self.engine, False
-        if self._cotraining is not None and not self._cotraining.is_closed:
+        if self._shares is not None:
             raise UsageError(
                 "other parameters are to be trained, which the CPU trainer does not know: close what cotrain() "
                 "returned, and call it again afterwards"
@@ -398,7 +404,7 @@ class Session:
 
     def _renew(self) -> bool:
         """The model is entered between two steps: train unfrozen parameters. True if a new engine has taken over."""
-        if not any(p.requires_grad and id(p) not in _managed for p in self._others):
+        if not any(p.requires_grad and id(p) not in _managed for of in self._others if (p := of()) is not None):
             return False
         fsdp.reshard(self._model)
         present = {id(parameter) for parameter in self._model.parameters()}
@@ -418,7 +424,7 @@ class Session:
 
     def require_all_seen(self) -> None:
         """Raise `UsageError` if an unfrozen parameter got a gradient, but the model was not called since it was."""
-        if any(parameter.grad is not None and id(parameter) not in _managed for parameter in self._others):
+        if any(p.grad is not None and id(p) not in _managed for of in self._others if (p := of()) is not None):
             raise UsageError(
                 "a parameter that was unfrozen has a gradient, but the model itself was not called since then: call it "
                 "between two steps, so that HyTrain sees it (opt.zero_grad() drops what was summed for this one)"
@@ -465,7 +471,7 @@ class Session:
         if self._device.type == "cuda":
             cores = _cores(self._cluster.optimizer_pids[self._place.rank])
             threads = len(cores)
-        self._cotraining = CoTraining(
+        shares = CoTraining(
             build,
             loss,
             parts=parts,
@@ -481,7 +487,14 @@ class Session:
             log=self.run_dir / "logs" / f"{ADDRESS}.log",
             answer_timeout_s=self._cluster.hang_timeout_s,
         )
-        return self._cotraining
+        self._cotraining = weakref.ref(shares)
+        return shares
+
+    @property
+    def _shares(self) -> CoTraining | None:
+        """What `cotrain` returned, unless that is closed or gone."""
+        shares = self._cotraining()
+        return None if shares is None or shares.is_closed else shares
 
     def _require_shareable(self) -> None:
         """Raises `UnsupportedError` or `UsageError` if no CPU trainer can train this session's parameters."""
@@ -501,14 +514,14 @@ class Session:
             raise UnsupportedError(
                 "cotrain() with loss_scale: the CPU trainer does not know the scale; train in bfloat16, or leave it out"
             )
-        if self._cotraining is not None and not self._cotraining.is_closed:
+        if self._shares is not None:
             raise UsageError("cotrain() was called before: close what it returned first")
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
         optimizer = self._cluster.optimizer_pids[self._place.rank]
         pids = {"trainer": os.getpid(), "optimizer": optimizer, "coordinator": self._link.coordinator_pid}
-        if self._cotraining is not None and self._cotraining.pid is not None:
-            pids[ADDRESS.role] = self._cotraining.pid
+        if (shares := self._shares) is not None and shares.pid is not None:
+            pids[ADDRESS.role] = shares.pid
         return [(role, pid, _cores(pid)) for role, pid in pids.items()]
 
     @property
@@ -530,6 +543,8 @@ class Session:
         self._closed = True
         try:
             self._leave()
+            self._others.clear()
+            self.resting.clear()
         finally:  # also after Ctrl-C during the wait for the last updates
             self._place.close()
             self._trackers.close()
@@ -538,8 +553,8 @@ class Session:
         """End the engine. The run's processes can then serve another one."""
         unhook, self._unhook = self._unhook, lambda: None
         try:
-            if self._cotraining is not None:
-                self._cotraining.close()
+            if (shares := self._shares) is not None:
+                shares.close()
         finally:
             self._end_engine(unhook)
 

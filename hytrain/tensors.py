@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
 
 #: Count one write per tensor that autograd did not see.
 count_write: Final[Callable[[Any], None]] = torch.autograd.graph.increment_version
+
+
+#: A context after which the versions of a tuple of tensors are what they were before.
+keeping_versions: Final[Callable[[Any], AbstractContextManager[None]]] = _unsafe_preserve_version_counter
 
 
 @contextmanager

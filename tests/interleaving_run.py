@@ -80,7 +80,7 @@ class Run:
         """`share`: of the layers whose weights are streamed."""
         self.rng, self.steps = random.Random(seed), steps
         self.scheduler = Scheduler(self.rng)
-        self.layers, self.parameters = random_layers(self.rng, layers)
+        self.layers, self.parameters, self._kept = random_layers(self.rng, layers)
         self.gates = [Gate([layer]) for layer in self.layers]
         chance = random.Random(seed)
         # Of what waits for visits. A layer has two or four tiles at most.
@@ -269,8 +269,10 @@ class Run:
         self.engine.backward.on_gradient(known)
 
 
-def random_layers(rng: random.Random, layers: int) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
-    """Layers of one or two parameters of one or two tiles, with two banks."""
+def random_layers(
+    rng: random.Random, layers: int
+) -> tuple[list[TrainedLayer], list[TrainedParameter], list[nn.Parameter]]:
+    """Layers of one or two parameters of one or two tiles, with two banks; and the parameters, which somebody keeps."""
     parts = []
     for lid in range(layers):
         numels = [TILE * rng.randint(1, 2) for _ in range(rng.randint(1, 2))]
@@ -280,7 +282,7 @@ def random_layers(rng: random.Random, layers: int) -> tuple[list[TrainedLayer], 
     built, parameters = build_layers(parts, [group], ["adamw"], None)
     for layer in built:
         layer.layout = layout(layer.spec, banks=2)
-    return built, parameters
+    return built, parameters, group
 
 
 def table_of(layers: list[TrainedLayer], blocks: tuple[tuple[int, ...], ...] = ()) -> m.LayerTable:

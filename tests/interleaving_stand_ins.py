@@ -223,6 +223,8 @@ class Visits(visits.Visits):
 class Device:
     """In place of AdamW on the GPU: an update goes onto the current stream."""
 
+    float_mode = 0
+
     def __init__(self, world: World, streams: Streams) -> None:
         self._world, self._streams = world, streams
 
@@ -289,10 +291,11 @@ class Link:
             raise ClusterError("the link is closed")
         return receive_arena(self._arenas, layouts, token=TOKEN)
 
-    def close(self) -> None:
+    def close(self, release: Callable[[], None]) -> None:
         self.is_closing = True
         self.post("optimizer", m.Goodbye())
         self._world.scheduler.wait_until(lambda: not self._jobs)
+        release()
 
     def _can_send(self) -> bool:
         after = self._jobs[0][2] if self._jobs else None

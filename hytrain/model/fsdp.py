@@ -12,6 +12,7 @@ after shards were cast. What is used of torch's private names is checked when ho
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Protocol
@@ -152,14 +153,16 @@ class ReaderHandle:
     """Removes what `read_by` registered."""
 
     def __init__(self, group: Any, reader: Reader) -> None:
-        self._group, self._reader = group, reader
+        self._group, self._reader = weakref.ref(group), reader
 
     def remove(self) -> None:
-        unshard = vars(self._group).get("unshard")
+        if (group := self._group()) is None:
+            return
+        unshard = vars(group).get("unshard")
         if isinstance(unshard, Unshard) and self._reader in unshard.readers:
             unshard.readers.remove(self._reader)
             if not unshard.readers:
-                del self._group.unshard, self._group.wait_for_unshard
+                del group.unshard, group.wait_for_unshard
 
 
 def read_by(group: Any, reader: Reader) -> ReaderHandle:

@@ -18,12 +18,14 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 import torch
 from torch import nn
+from torch.jit._recursive import get_hook_stubs
 from torch.utils.hooks import RemovableHandle
 
+from hytrain.errors import UsageError
 from hytrain.model import fsdp
 from hytrain.model.parts import roots
 from hytrain.model.watched import unwatched, watched_class
@@ -39,6 +41,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="Reads | Backward | Engine")
 
+_SCRIPTED: Final = (
+    "torch.jit.script of a model that HyTrain trains: TorchScript reads weights where nobody waits for their updates. "
+    "Script a copy, torch.jit.script(copy.deepcopy(model)), or the model itself after opt.close()"
+)
+
 
 class _Hook(Generic[T]):
     """A callable with a weak reference to its target. Its copies have no target."""
@@ -49,6 +56,13 @@ class _Hook(Generic[T]):
     def release(self) -> None:
         """Do nothing from now on, even if the module is already running its hooks."""
         self._target = None
+
+    @property
+    def __name__(self) -> str:
+        """`torch.jit.script` compiles hooks, too, by their names."""
+        if self._target is not None and sys._getframe(1).f_code is get_hook_stubs.__code__:
+            raise UsageError(_SCRIPTED)
+        raise AttributeError("a hook of HyTrain has no name")
 
     @property
     def target(self) -> T | None:
@@ -171,6 +185,7 @@ class OnGradient(_Hook["Backward"]):
         super().__init__(backward)
         self._parameter = parameter
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> None:
         backward = self.target
         if backward is not None and self._parameter is not None:
@@ -211,9 +226,13 @@ class _GuardedCopy:
             engine.synchronize()
         vars(model).pop("__deepcopy__")
         try:
-            return copy.deepcopy(model, memo)
+            copied: nn.Module = copy.deepcopy(model, memo)
         finally:
             vars(model)["__deepcopy__"] = self
+        for hooks in (copied._forward_pre_hooks, copied._forward_hooks):  # which nobody else could compile
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _Hook)]:
+                del hooks[key]
+        return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _plain_deepcopy, ()
@@ -232,47 +251,53 @@ def attach(
     reads: Reads,
     backward: Backward,
 ) -> Callable[[], None]:
-    """Register all hooks. Returns a function that removes them."""
+    """Register all hooks. Returns a function that removes them, which does not keep the model."""
     if "torch._dynamo" in sys.modules:  # code compiled before would call only the hooks of that time
         torch.compiler.reset()
     hooks: list[_Hook[Any]] = []
     handles: list[RemovableHandle | fsdp.ReaderHandle] = []
-
-    def hang(register: Callable[..., RemovableHandle | fsdp.ReaderHandle], hook: _Hook[Any], **options: Any) -> None:
-        hooks.append(hook)
-        handles.append(register(hook, **options))
-
-    # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm). The root's runs first.
-    for reader, gate in gates:
-        if isinstance(reader, nn.Module):
-            hang(reader.register_forward_pre_hook, BeforeForward(reads, gate), prepend=True)
-            hang(reader.register_forward_hook, AfterForward(reads, gate), always_call=True)
-        else:
-            hang(partial(fsdp.read_by, reader), OnGather(reads, gate))
-    for root in roots(model):
-        hang(root.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
-        hang(root.register_forward_hook, AfterRoot(reads), always_call=True)
-    for known in parameters:
-        hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(backward, known))
-    hooks.append(before_use := BeforeUse(reads))
-    watched = {kind: watched_class(kind, before_use) for kind in {type(known.parameter) for known in parameters}}
-    for known in parameters:
-        known.watch_with(watched[type(known.parameter)])
-    for module in model.modules():
-        hang(module.register_state_dict_pre_hook, BeforeStateDict(engine))
-        hang(module.register_load_state_dict_pre_hook, BeforeLoadStateDict(engine))
-    holders = [module for module in model.modules() if next(module.parameters(), None) is not None]
-    for module in holders:
-        vars(module)["__deepcopy__"] = _GuardedCopy(engine, module)
+    guarded = weakref.WeakSet[nn.Module]()
 
     def detach() -> None:
-        for module in holders:
+        for module in guarded:
             vars(module).pop("__deepcopy__", None)
         for hook in hooks:
             hook.release()
         for handle in handles:
             handle.remove()
         for known in parameters:
-            known.unwatch()
+            known.release()
 
+    def hang(register: Callable[..., RemovableHandle | fsdp.ReaderHandle], hook: _Hook[Any], **options: Any) -> None:
+        hooks.append(hook)
+        handles.append(register(hook, **options))
+
+    try:
+        # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm). The root's runs first.
+        for reader, gate in gates:
+            if isinstance(reader, nn.Module):
+                hang(reader.register_forward_pre_hook, BeforeForward(reads, gate), prepend=True)
+                hang(reader.register_forward_hook, AfterForward(reads, gate), always_call=True)
+            else:
+                hang(partial(fsdp.read_by, reader), OnGather(reads, gate))
+        for root in roots(model):
+            hang(root.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
+            hang(root.register_forward_hook, AfterRoot(reads), always_call=True)
+        for known in parameters:
+            hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(backward, known))
+        hooks.append(before_use := BeforeUse(reads))
+        watched = {kind: watched_class(kind, before_use) for kind in {type(known.parameter) for known in parameters}}
+        for known in parameters:
+            known.watch_with(watched[type(known.parameter)])
+        modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]  # all frozen
+        for module in modules:
+            hang(module.register_state_dict_pre_hook, BeforeStateDict(engine))
+            hang(module.register_load_state_dict_pre_hook, BeforeLoadStateDict(engine))
+        for module in modules:
+            if next(module.parameters(), None) is not None:
+                vars(module)["__deepcopy__"] = _GuardedCopy(engine, module)
+                guarded.add(module)
+    except BaseException:
+        detach()
+        raise
     return detach

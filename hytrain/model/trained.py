@@ -9,12 +9,13 @@ StreamedBlock      such a module, whose weights are on the device only while it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from hytrain.errors import UnsupportedError
 from hytrain.memory.clock import Stream
@@ -30,6 +31,7 @@ from hytrain.tensors import (
     flat,
     has_own_storage,
     holders,
+    keeping_versions,
     laid_out,
     local,
     local_like,
@@ -54,8 +56,12 @@ def plane_dtypes(parameter: nn.Parameter, rule: str, precision: Precision) -> di
 class TrainedParameter:
     """One parameter that HyTrain trains.
 
+    The parameter is its user's: whoever refers to it keeps it, and all that its hooks know, up to the optimizer.
+    Threads and Python's exit refer to this, so its reference is weak. Updates land in `own`, also once it `is_gone`.
+
     `count` is its number of updates. `step` and `backward` are the last step and backward in which it had a gradient.
-    `awaited` says that its last update has been waited for, so that it may be read. `own` is an alias of the storage
+    `awaited` says that its last update has been waited for, so that it may be read. `shared_in`: a
+    backward before which its module was called several times. `own` is an alias of the storage
     that HyTrain writes. `found` was autograd's version counter at construction. `version` is the counter's value while
     nobody else writes the parameter, or None if other tensors share the counter.
     """
@@ -63,11 +69,12 @@ class TrainedParameter:
     def __init__(
         self, name: str, parameter: nn.Parameter, group: int, rule: str = "adamw", precision: Precision = EXACT
     ) -> None:
-        self.name, self.parameter, self.group, self.rule = name, parameter, group, rule
+        self.name, self.group, self.rule = name, group, rule
+        self._parameter: Callable[[], Tensor | None] = TensorWeakRef(parameter)
         self.plane_dtypes = plane_dtypes(parameter, rule, precision)
         self.count = 0
         self.step = self.backward = -1
-        self.awaited = False
+        self.awaited, self.shared_in = False, -1
         self.own = local(parameter).detach()
         self.address = address(self.own)
         self.found = version(parameter)
@@ -76,6 +83,16 @@ class TrainedParameter:
         self._plain: type = type(parameter)
         self._watched: type = type(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        parameter = self._parameter()
+        assert parameter is not None, f"{self.name} has gone with its optimizer, which keeps it"
+        return cast(nn.Parameter, parameter)
+
+    @property
+    def is_gone(self) -> bool:
+        return self._parameter() is None
 
     def watch_with(self, watched: type) -> None:
         """From now on `watch` gives the parameter the class `watched`, and `unwatch` its present one."""
@@ -96,7 +113,8 @@ class TrainedParameter:
     @property
     def is_in_place(self) -> bool:
         """Whether the parameter still has the storage that HyTrain writes, which `share_memory_()` may have moved."""
-        return address(self.parameter) == address(self.own)
+        parameter = self._parameter()
+        return parameter is None or address(parameter) == address(self.own)
 
     def follow(self) -> None:
         """Train the parameter in the storage that it has now. For autograd this is no write."""
@@ -109,16 +127,22 @@ class TrainedParameter:
 
     def was_written(self) -> bool:
         """Whether others have written the parameter since the last update."""
-        return self.version is not None and version(self.parameter) != self.version
+        parameter = self._parameter()
+        return parameter is not None and self.version is not None and version(parameter) != self.version
 
     def note_all_writes(self) -> None:
         if self.version is not None:
             self.version = version(self.parameter)
 
-    def drop_consumed(self) -> None:
-        """Remove the placeholder from `p.grad`, so that it does not disturb another optimizer later."""
+    def release(self) -> None:
+        """Leave an ordinary parameter, without the placeholder in `p.grad` that would disturb another optimizer."""
+        if self.is_gone:
+            return
+        if self._watched is not self._plain:
+            self.unwatch()
         if self.parameter.grad is self.consumed:
             self.parameter.grad = None
+        self._parameter = lambda: None  # a weak reference would be in the way of `torch.utils.swap_tensors`
 
     def gradient(self) -> Tensor:
         """This rank's part of the gradient, shape (numel,), in the parameter's storage order."""
@@ -280,11 +304,13 @@ class Gate:
     """The layers that a module must wait for before its forward, and the parameters that it may read then.
 
     `streamed`: its block, if that may be streamed. `is_block`: its module, or all-gather, is that of a repeated block.
+    `entered_before`: the backward before which its module was last called.
     """
 
     def __init__(self, layers: Sequence[TrainedLayer] = ()) -> None:
         self.streamed: StreamedBlock | None = None
         self.is_block = False
+        self.entered_before = -1
         self.layers: list[TrainedLayer] = []
         self.parameters: list[TrainedParameter] = []
         for layer in layers:
@@ -462,8 +488,8 @@ def mark_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module]) 
 def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedParameter]) -> None:
     """Refuse parameters that share memory. Turn off write detection for those that share a version counter.
 
-    To find the latter, count one write on each parameter that was not known `before`. For known parameters this is not
-    done again: a graph may be waiting for its backward, and a write would invalidate it.
+    To find the latter, count one write on each parameter that was not known `before`, for a moment: a graph may be
+    waiting for its backward, and a write would invalidate it.
     """
     by_address = sorted((known for known in parameters if known.address), key=lambda known: known.address)
     for first, second in zip(by_address, by_address[1:], strict=False):
@@ -472,9 +498,10 @@ def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedPa
     shares = {id(known.parameter): known.version is None for known in before}
     new = [known for known in parameters if id(known.parameter) not in shares]
     versions = [version(known.parameter) for known in new]
-    count_write([known.own for known in new])
-    for known, counted in zip(new, versions, strict=True):
-        known.version = counted + 1 if version(known.parameter) == counted + 1 else None
+    with keeping_versions(tuple(known.own for known in new)):
+        count_write([known.own for known in new])
+        for known, counted in zip(new, versions, strict=True):
+            known.version = counted if version(known.parameter) == counted + 1 else None
     for known in parameters:
         if shares.get(id(known.parameter)):
             known.version = None

@@ -26,6 +26,7 @@ from typing import Final, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from hytrain.errors import CapacityError, UsageError
 from hytrain.memory.clock import Stream
@@ -143,7 +144,8 @@ class Activations:
         model: Iterable[Tensor],
         host_free: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self._transfers, self._device, self._model, self._host_free = transfers, device, list(model), host_free
+        self._transfers, self._device, self._host_free = transfers, device, host_free
+        self._model = [TensorWeakRef(tensor) for tensor in model]  # which is the user's to keep
         self._has_warned = False
         self._stack = PinnedStack(transfers)
         self._is_closed = False
@@ -167,7 +169,8 @@ class Activations:
             for group in list(self._coming):  # no backward has waited for it
                 self._land(group)
         with torch._C.DisableTorchFunctionSubclass():
-            self._constant = frozenset(storage_of(local(tensor)) for tensor in self._model if is_plain(tensor))
+            model = (tensor for of in self._model if (tensor := of()) is not None)
+            self._constant = frozenset(storage_of(local(tensor)) for tensor in model if is_plain(tensor))
 
     def save(self, tensor: Tensor, alias: Tensor) -> Saved | None:
         """What autograd is to save in place of a tensor, of which `alias` is a detached one; None if it stays.
@@ -356,6 +359,7 @@ class Activations:
         """Free the host memory. No copy may be under way."""
         with self._lock:
             self._is_closed = True
+            self._model.clear()
             self._leaving.clear()
             self._coming.clear()
             self._stack.close()

@@ -10,17 +10,14 @@ others wait. `hooks` calls from autograd's threads, `link` from its own two thre
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Final
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointFunction
 
 from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
@@ -38,7 +35,7 @@ from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
-from hytrain.step.reads import Reads, in_backward
+from hytrain.step.reads import REENTRANT, Reads, in_backward, inside_reentrant_checkpoint
 from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Judgement, NormSoFar, Verdicts
 from hytrain.tensors import count_write
@@ -112,10 +109,16 @@ class Backward:
         self.positions: Sequence[int] = [layer.spec.position for layer in layers]  # in forward, as learned by now
         self._put_off: frozenset[int] = frozenset()  # of this step's visits
         self._ends_by_itself = True  # autograd calls `end`
+        self._task: int | None = None  # autograd's number of the whole backward, if it has one
+        self._summed_later: dict[TrainedParameter, None] = {}
         self._has_warned = False
 
     def on_gradient(self, parameter: TrainedParameter) -> None:
-        """Take a parameter's complete gradient, and send off each layer that it completes."""
+        """Take a parameter's complete gradient, and send off each layer that it completes.
+
+        Reentrant checkpoints have backwards of their own, each with a gradient of what they share. Autograd adds them
+        up in `p.grad`, and the sum is taken when the whole backward ends.
+        """
         tensor, health, life = parameter.parameter, self._health, self._health.life
         if health.failure is not None:
             raise health.failure
@@ -130,8 +133,15 @@ class Backward:
             except (NonFiniteGradients, UsageError):  # caused by what came before: leave no gradient of this backward
                 tensor.grad = None
                 raise
+        is_shared = parameter.shared_in == life.backward
+        if is_shared and self._task not in (None, torch._C._current_graph_task_id()):
+            self._summed_later[parameter] = None
+            return
+        if parameter in self._summed_later:
+            return
         if parameter.backward == life.backward:
-            health.refuse(f"a second gradient of {parameter.name} in one backward")
+            cure = REENTRANT if inside_reentrant_checkpoint() else ""
+            health.refuse(f"a second gradient of {parameter.name} in one backward{cure}")
         parameter.backward = life.backward
         if not parameter.awaited:
             self._reads.meet_uncovered(parameter)
@@ -233,7 +243,7 @@ class Backward:
         if sentence := _why_not(parameter, gradient):
             raise UsageError(sentence)
         scaling = self._verdicts.loss_scale
-        if _inside_reentrant_checkpoint():
+        if inside_reentrant_checkpoint():
             raise UsageError("reentrant activation checkpointing: pass use_reentrant=False to checkpoint()")
         if scaling is not None and not scaling.claim():
             raise UsageError("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")
@@ -245,7 +255,9 @@ class Backward:
         life.on(event)
         if not (first and last):
             self._meter.turn()
+        self._summed_later.clear()
         self._ends_by_itself = in_backward()
+        self._task = torch._C._current_graph_task_id() if self._ends_by_itself else None
         if self._ends_by_itself:
             _queue(partial(_queue, self.end))  # after what others queue in this backward: FSDP2's roots reduce there
 
@@ -258,7 +270,8 @@ class Backward:
         self._masters.begin_step()
         self._groups = self._read_groups()
         self._put_off = self._visits_after_backward()
-        begin = StepBegin(step=step, groups=self._groups, awaits_verdict=self._verdicts.awaited)
+        mode = 0 if self._host is None else self._host.float_mode
+        begin = StepBegin(step=step, groups=self._groups, awaits_verdict=self._verdicts.awaited, float_mode=mode)
         self._link.post("optimizer", begin)
 
     def _visits_after_backward(self) -> frozenset[int]:
@@ -277,9 +290,13 @@ class Backward:
             ]
         )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self) -> None:
         """The whole backward has succeeded. Called by autograd, or by `end_outside` if it ran outside of autograd."""
         life = self._health.life
+        self._task, later, self._summed_later = None, self._summed_later, {}
+        for parameter in later:
+            self.on_gradient(parameter)
         if life.state is State.COMMITTING:
             self._complete()
         self._streaming.end_backward()
@@ -429,6 +446,7 @@ class Backward:
         self._held.clear()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _queue(call: Callable[[], None]) -> None:
     """Call it when all gradients of the present backward are computed, after the calls that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
@@ -441,15 +459,6 @@ def _why_not(parameter: TrainedParameter, gradient: Tensor) -> str | None:
     if gradient.requires_grad:
         return "backward(create_graph=True) needs gradients that HyTrain has consumed"
     return None
-
-
-def _inside_reentrant_checkpoint() -> bool:
-    """Whether this thread runs a backward that reentrant activation checkpointing started inside another one."""
-    code: Final = CheckpointFunction.backward.__code__
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _turns(given: Iterable[tuple[TrainedParameter, Tensor]]) -> Iterator[list[tuple[TrainedParameter, Tensor]]]:

@@ -186,6 +186,7 @@ class Engine:
         """Take over the counts and flags of the engine that this one replaces."""
         self.steps = before.steps
         self._masters.state_was_loaded = before._masters.state_was_loaded
+        self.reads.is_traced = before.reads.is_traced
         self._verdicts.continue_from(before._verdicts)
 
     def before_root(self) -> None:
@@ -226,6 +227,8 @@ class Engine:
                 self._link.post(role, PositionsLearned(positions=positions))
         with self._health.undivided("a handover of layers"):
             self._boundary.begin_plan(life.step)
+        if self.reads.is_traced:
+            self.reads.synchronize()
         self._meter.leave_boundary()
 
     def _check_consumed(self) -> None:
@@ -406,8 +409,7 @@ class Engine:
                     self._boundary.rejoin(self._health.life.step)
             finally:
                 self._health.fail(UsageError(last_words))
-                self._link.close()
-                self.release()
+                self._link.close(self.release)
 
     def _end_last_step(self) -> None:
         """Raises `NonFiniteGradients` for the last step, since no later call can."""
@@ -424,7 +426,8 @@ class Engine:
         """Free all planes, once no copy from or to them is under way."""
         with contextlib.suppress(RuntimeError):  # a device that has failed no longer copies anything
             self._transfers.drain()
-        self._handover.close()  # its thread pins state
+        if not self._handover.close():
+            return
         with contextlib.suppress(RuntimeError):
             for layer in self._layers:
                 if isinstance(layer.planes, ArenaPlanes):

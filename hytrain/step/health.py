@@ -7,6 +7,7 @@ failure every call raises it: training must not continue on half an update (I8).
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import threading
 import time
@@ -28,11 +29,21 @@ class Health:
         self.waits_for = ""  # what the user's thread is waiting for, in words
         self.life = StepLife()
         self.changed = threading.Condition()
-        self.failure: HyTrainError | None = None
+        self._failure: HyTrainError | None = None
+
+    @property
+    def failure(self) -> HyTrainError | None:
+        """A copy of the first one: what is raised keeps the frames that it comes through, and so the user's model."""
+        if self._failure is None:
+            return None
+        again = copy.copy(self._failure)
+        if self._failure.__cause__ is not None:
+            again.__cause__ = self._failure.__cause__
+        return again
 
     def check(self) -> None:
-        if self.failure is not None:
-            raise self.failure
+        if (failure := self.failure) is not None:
+            raise failure
 
     def require(self, event: Event, **facts: object) -> None:
         """Raise `UsageError` unless the step's life allows `event` now. `facts` fill in the sentence."""
@@ -49,7 +60,7 @@ class Health:
     def fail(self, error: HyTrainError) -> None:
         """From now on every call raises `error`, or the failure that came before it."""
         with self.changed:
-            self.failure = self.failure or error
+            self._failure = self._failure or error
             self.changed.notify_all()
 
     def refuse(self, sentence: str) -> NoReturn:
@@ -59,8 +70,7 @@ class Health:
     def abort(self, error: HyTrainError) -> NoReturn:
         self.life.on(Event.BREAK)
         self.fail(error)
-        assert self.failure is not None
-        raise self.failure
+        raise self.failure or error
 
     @contextlib.contextmanager
     def undivided(self, what: str) -> Iterator[None]:
@@ -73,7 +83,7 @@ class Health:
 
     def end_in_child(self, error: HyTrainError) -> None:
         """Fail in a forked child. No other thread is left to notify or unlock the old condition."""
-        self.changed, self.failure = threading.Condition(), error
+        self.changed, self._failure = threading.Condition(), error
 
     def wait_for(self, happened: Callable[[], bool], what: str) -> None:
         """Sleep until `happened` is true. Raises a failure as soon as there is one, and `ClusterTimeout` in the end.
@@ -82,7 +92,7 @@ class Health:
         """
         self.waits_for, left_s = what, self._timeout_s
         with self.changed:
-            while not (done := self.failure is not None or happened()) and left_s > 0:
+            while not (done := self._failure is not None or happened()) and left_s > 0:
                 began_s = time.monotonic()
                 self.changed.wait(LOOK_S)
                 left_s -= min(time.monotonic() - began_s, LOOK_S)  # not the time in which this process was stopped

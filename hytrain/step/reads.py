@@ -13,16 +13,19 @@ for. The gradient of a parameter for which this is not so may come from a stale 
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointFunction
 
 from hytrain.errors import HyTrainError, StaleReadError, UsageError
 from hytrain.memory.clock import Mark, Stream
@@ -39,6 +42,8 @@ from hytrain.step.measure import Meter, Waited
 from hytrain.step.streaming import Streaming
 from hytrain.tensors import has_memory, is_distributed, saves_with_other_hooks, version
 
+_log = logging.getLogger(__name__)
+
 _USED_EARLY: Final = (
     "{} is used between backward and step(), when its update has begun, which torch makes in step(): use it before "
     "backward, or after opt.step()"
@@ -49,6 +54,8 @@ _CALLED_EARLY: Final = (
     "in opt.no_sync(). Evaluate before backward, or after opt.step()"
 )
 
+#: What helps where a backward is made of several.
+REENTRANT: Final = ": reentrant checkpointing makes a backward of several, so pass use_reentrant=False to checkpoint()"
 _NOT_CALLED: Final = (
     "{} was read without its module being called, while its update may have been under way: call the module, or "
     "opt.synchronize() before forward"
@@ -56,6 +63,10 @@ _NOT_CALLED: Final = (
 _REPLAYED: Final = (
     "the block of {} is a CUDA graph, which reads weights where they were when it was made, so that they cannot be "
     "streamed: leave out stream="
+)
+_TRACED_STREAMED: Final = (
+    "torch.jit.trace of a model whose weights are streamed, where its copy would find none: trace "
+    "copy.deepcopy(model), or leave out stream="
 )
 _NOT_GATHERED: Final = (
     "{} has a gradient, but its shards were not read after their last update: call its module, and with FSDP2 let a "
@@ -87,6 +98,7 @@ class Reads:
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
         self._pack: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
         self._saving: dict[Gate, list[saved_tensors_hooks]] = {}  # of streamed modules that run forward, and the root
+        self.is_traced = False  # and so read by TorchScript, which calls none of this
         self._copies: list[tuple[weakref.ref[Tensor], int, str]] = []  # made by `away`, with their versions and names
 
     def enter(self, gate: Gate) -> None:
@@ -132,6 +144,8 @@ class Reads:
             self._health.check()
         else:
             self._health.require(Event.OUTSIDE)
+        if torch._C._is_tracing():
+            self._note_tracing()
         life = self._health.life
         if (again := self.updated_in_this_backward(gate)) is not None:
             self.refuse_again(again)
@@ -149,9 +163,25 @@ class Reads:
             self._begin_saving(gate)
         for parameter in gate.parameters:
             parameter.unwatch()
+        if not inside:
+            coming = life.backward + 1
+            for parameter in gate.parameters if gate.entered_before == coming else ():
+                parameter.shared_in = coming
+            gate.entered_before = coming
         self._mark_awaited(gate.parameters, inside)
         if self._order is not None and self._measures(gate):
             self._order.update(dict.fromkeys(_lids(gate)))
+
+    def _note_tracing(self) -> None:
+        """`torch.jit.trace` makes a copy that has the same parameters. Raises `UsageError` if those are streamed."""
+        if self._streaming.may_stream:
+            raise UsageError(_TRACED_STREAMED)
+        if not self.is_traced:
+            _log.warning(
+                "torch.jit.trace has run the model, and may have made a copy that reads its weights where nobody waits "
+                "for their updates: from now on, step() waits for all of them. Trace copy.deepcopy(model) instead"
+            )
+        self.is_traced = True
 
     def updated_in_this_backward(self, gate: Gate) -> TrainedLayer | None:
         """The first of the gate's layers that the backward which runs has already updated."""
@@ -159,7 +189,8 @@ class Reads:
         return next((layer for layer in gate.layers if layer.life.updated == step), None) if in_backward() else None
 
     def refuse_again(self, layer: TrainedLayer) -> None:
-        self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it")
+        cure = REENTRANT if inside_reentrant_checkpoint() else ""
+        self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it{cure}")
 
     def gathering(self, gate: Gate) -> Callable[[], None] | None:
         """The all-gather of the gate's shards begins: what to call at its end, so that training steps measure it."""
@@ -440,6 +471,7 @@ class _RefuseSecondBackward:
     def __init__(self, health: Health) -> None:
         self._health = weakref.ref(health)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, gradients: tuple[Tensor, ...]) -> None:
         health = self._health()
         if health is not None and health.life.state is State.COMMITTED:
@@ -500,6 +532,7 @@ class _EnterBeforeBackward:
     def __init__(self, reads: Reads, gate: Gate) -> None:
         self._reads, self._gate = weakref.ref(reads), gate
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, gradients: tuple[Tensor, ...]) -> None:
         reads = self._reads()
         if reads is not None:
@@ -514,6 +547,15 @@ def _tensors_in(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, list | tuple):
         for part in output:
             yield from _tensors_in(part)
+
+
+def inside_reentrant_checkpoint() -> bool:
+    """Whether this thread runs a backward that reentrant activation checkpointing started inside another one."""
+    code: Final = CheckpointFunction.backward.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def in_backward() -> bool:

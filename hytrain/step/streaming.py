@@ -66,6 +66,11 @@ class Streaming:
         """Call `before_free` for each block that is freed; `import_written`, if written weights stand in the way."""
         self._import_written, self._before_free = import_written, before_free
 
+    @property
+    def may_stream(self) -> bool:
+        """Whether there are blocks that may be streamed."""
+        return bool(self._blocks)
+
     def block_of(self, tensor: Tensor) -> StreamedBlock | None:
         """The block of which the tensor is a weight, or a view of one."""
         if not (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)) or tensor.layout is not torch.strided:
@@ -232,7 +237,8 @@ class Streaming:
                 except torch.OutOfMemoryError:
                     with unwatched():
                         for known in block.parameters:
-                            known.parameter.data = known.values().clone()
+                            if not known.is_gone:
+                                known.parameter.data = known.values().clone()
                     _log.warning("the weights of layer %s stay in host memory: the GPU is full", block.layers[0].name)
             block.streams = False
             self._transfers.keep_for(None, [known.own for known in block.parameters])  # whoever frees it, and when

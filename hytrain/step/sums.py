@@ -113,7 +113,7 @@ class HostSums:
 
     def _fetch(self, parameter: TrainedParameter) -> None:
         departure, host = self._left.pop(parameter), self._host(parameter)
-        total = torch.empty_like(host, device=parameter.parameter.device)
+        total = torch.empty_like(host, device=parameter.own.device)
         arrival = self._transfers.sums_in([(total, host)], self._transfers.fence(), after=departure)
         self._coming[parameter] = total, arrival
 

@@ -102,7 +102,7 @@ class Verdicts:
         self._on_nonfinite, self.awaited = options.on_nonfinite, options.awaits_verdict
         self._skips = options.skips_nonfinite
         self.takes_norms = self.awaited or self._max_layer_norm is not None
-        wanted, self._device = options.loss_scale, parameters[0].parameter.device
+        wanted, self._device = options.loss_scale, parameters[0].own.device
         self.loss_scale = None if wanted is None else LossScale(wanted, self._device)
         self._order = {id(known): index for index, known in enumerate(parameters)}
         self._norms: dict[tuple[int, int], Tensor] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +83,23 @@ def test_its_own_clipping_is_refused(tmp_path: Path) -> None:
         fit(Net(tmp_path), max_epochs=1, gradient_clip_val=1.0)
     clipped = fit(Net(tmp_path / "clipped", max_grad_norm=0.01), max_epochs=1)
     assert clipped == pytest.approx(fit(Net(None), max_epochs=1, gradient_clip_val=0.01), rel=1e-5)
+
+
+class Own(Net):
+    """Gives the optimizer itself."""
+
+    def configure_optimizers(self) -> Any:
+        return hytrain.AdamW(self, lr=1e-2, **self.options)
+
+
+def test_a_module_that_is_its_optimizers_model_leaves_nothing_behind() -> None:
+    def fitted() -> list[weakref.ref[Any]]:
+        net = Own(None)
+        quiet = ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary")
+        trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, **dict.fromkeys(quiet, False))
+        trainer.fit(net, DataLoader(TensorDataset(*DATA), batch_size=BATCH))
+        return [weakref.ref(net), *map(weakref.ref, trainer.optimizers)]
+
+    left = fitted()
+    gc.collect()
+    assert len(left) == 2 and not any(reference() is not None for reference in left)

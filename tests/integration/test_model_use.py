@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from helpers import (
     Reference,
     adamw,
     differing,
+    late_weights,
     on_waiting,
     process,
     same_as_torch,
@@ -34,6 +36,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
+from hytrain.errors import UsageError
 from hytrain.recipe.loss import in_chunks
 
 
@@ -340,3 +343,113 @@ def test_compiled_blocks(backend: str) -> None:
         assert counter.frame_count > 0
 
     same_as_torch(run, lambda: nn.Sequential(*map(Block, perceptron())), k=0.3)
+
+
+class Repeated(nn.Module):
+    """Each of its two blocks is called three times, in reentrant checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = perceptron(depth=3)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        call = partial(checkpoint, use_reentrant=True) if self.training else nn.Module.__call__
+        x = x + torch.zeros_like(x, requires_grad=True)
+        for _ in range(3):
+            x = call(self.second, call(self.first, x))
+        return cast(Tensor, self.head(x))
+
+
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 1.0}, {"k": 0.4, "on_nonfinite": "skip"}], ids=str)
+def test_blocks_that_several_reentrant_checkpoints_share(options: dict[str, Any]) -> None:
+    """Each has a backward of its own, with a part of the gradient."""
+
+    def run(model: Any, opt: Any) -> None:
+        for step in range(6):
+            train(model, opt, [step], square_loss)
+            with torch.no_grad():
+                square_loss(model.eval(), step)
+            model.train()
+        train(model, opt, [6], lambda *_: (square_loss(model, 7) + square_loss(model, 8)) * model.scale.mean())
+
+    same_as_torch(run, Repeated, **options)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_step(whole: bool) -> None:
+    """Nothing of HyTrain's is compiled along, whether the optimizer's step is, or all that the loop does in a step."""
+
+    def run(model: nn.Module, opt: Any) -> list[float]:
+        torch._dynamo.reset()
+
+        def one_step(x: Tensor) -> Tensor:
+            loss: Tensor = (model(x) - x.sin()).square().mean()
+            loss.backward()
+            step()
+            opt.zero_grad()
+            return loss
+
+        step, compiled = opt.step, one_step
+        if isinstance(opt, hytrain.AdamW):
+            step = opt.step if whole else torch.compile(opt.step, backend="eager")
+            compiled = torch.compile(one_step, backend="eager") if whole else one_step
+        return [float(compiled(vectors(number)).detach()) for number in range(4)]
+
+    same_as_torch(run, k=0.3)
+
+
+JIT_WARNS = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+@JIT_WARNS
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_a_traced_copy_reads_every_update(k: float, caplog: pytest.LogCaptureFixture) -> None:
+    """It has the model's parameters, and reads them without any hook."""
+
+    def run(model: nn.Module, opt: Any) -> list[float]:
+        traced, read = torch.jit.trace(model, vectors(0)), []
+        for step in range(4):
+            train(model, opt, [step], square_loss)
+            read.append(float(traced(vectors(9)).detach().sum()))
+        return read
+
+    with late_weights():
+        same_as_torch(run, k=k)
+    assert [one for one in caplog.messages if "torch.jit.trace" in one and "copy.deepcopy(model)" in one]
+
+
+@JIT_WARNS
+def test_a_model_whose_weights_are_streamed_is_not_traced() -> None:
+    model = perceptron()
+    with adamw(model, k=0.0, stream=1.0) as opt:
+        with pytest.raises(UsageError, match=r"streamed.*copy.deepcopy\(model\)"):
+            torch.jit.trace(model, vectors(0))
+        train(model, opt, range(2), square_loss)
+        torch.jit.trace(copy.deepcopy(model), vectors(0))
+
+
+@JIT_WARNS
+def test_torchscript_of_a_copy() -> None:
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+        with pytest.raises(UsageError, match=r"torch.jit.script\(copy.deepcopy\(model\)\)"):
+            torch.jit.script(model)
+        scripted = torch.jit.script(copy.deepcopy(model))
+        train(model, opt, range(2, 4), square_loss)
+    assert differing(weights(model), weights(reference(range(4)))) == []
+    assert torch.equal(scripted(vectors(9)), reference(range(2))(vectors(9)))
+    assert torch.equal(torch.jit.script(model)(vectors(9)), model(vectors(9)))
+
+
+def test_a_closed_optimizer_is_not_in_the_way_of_swapped_parameters() -> None:
+    """As `nn.Module.to` swaps those of some classes, which torch refuses while weak references to them exist."""
+    model = perceptron()
+    frozen = model[1][0].weight.requires_grad_(False)
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+    for parameter in (model[0][0].weight, frozen):
+        torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(32, 32)))
+    assert opt.param_groups and torch.equal(model[0][0].weight, torch.ones(32, 32))

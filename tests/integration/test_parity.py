@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LR, adamw, differing, same_as_torch, train, weights
-from small_models import gpt2, in_parts, llama, perceptron, vectors
+from helpers import LR, adamw, differing, same_as_torch, state, train, weights
+from small_models import gpt2, in_parts, llama, perceptron, square_loss, vectors
 from torch import nn
 from variants import every_second
 
@@ -128,3 +128,26 @@ def test_half_of_the_layers_in_each_precision() -> None:
 
     with torch.autocast("cpu", torch.bfloat16):
         same_as_torch(lambda model, opt: train(model, opt, range(20), in_parts), mixed, k=0.4)
+
+
+@pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("first", [0, 3])
+def test_denormal_numbers_are_flushed_where_torch_flushes_them(first: int, k: float) -> None:
+    """From this step on. Gradients are just no denormal numbers, and a tenth of them is one."""
+
+    def tiny_loss(model: nn.Module, step: int) -> torch.Tensor:
+        return square_loss(model, step) * 2e-35
+
+    def run(model: nn.Module, opt: Any) -> None:
+        try:
+            for step in range(6):
+                torch.set_flush_denormal(step >= first)
+                train(model, opt, [step], tiny_loss)
+        finally:
+            torch.set_flush_denormal(False)
+        averages.append({name: each for name, each in state(opt).items() if not name.startswith("step")})
+
+    averages: list[dict[str, torch.Tensor]] = []
+    same_as_torch(run, perceptron, eps=2e-38, k=k)
+    assert differing(*averages) == []
+    assert any((each != 0).any() for each in averages[0].values())

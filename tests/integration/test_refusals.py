@@ -9,7 +9,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -399,3 +399,27 @@ def test_the_launcher_refuses_with_a_sentence(tmp_path: Path) -> None:
     refused(cluster(script, env=environment(HYTRAIN_THREADS="many")), "threads")
     refused(cluster(tmp_path / "missing.yaml"), re.escape(str(tmp_path / "missing.yaml")))
     refused(cluster("--dry-run", script), "is for recipes")
+
+
+class Once(nn.Module):
+    """A block in a reentrant checkpoint, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = perceptron(depth=2)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = x + torch.zeros_like(x, requires_grad=True)
+        return cast(Tensor, self.head(checkpoint(self.block, inputs, use_reentrant=True)))
+
+
+def test_reentrant_checkpoints_of_before_another_backward_and_after_it_are_told_the_cure() -> None:
+    model = Once()
+    with adamw(model, k=0.0) as opt:
+        early = square_loss(model, 0)
+        with opt.no_sync():
+            square_loss(model, 1).backward()
+        late = square_loss(model, 2)
+        with pytest.raises(UsageError, match="already updated it: reentrant .* use_reentrant=False"):
+            ((early + late) * model.scale.mean()).backward()
