@@ -4,7 +4,9 @@
                     └─▶ rebuild, when parameters join: a new engine takes over the exact state of the old one
                     └─▶ close, called automatically when the AdamW is no longer referenced
 
-One session at a time trains a parameter. `optim` presents the session as a torch optimizer.
+One session at a time trains a parameter. Python's exit and the link's threads keep a session and its engine until it
+is closed. So they refer to optimizer, model and parameters weakly, or none of these would ever end. `optim` presents
+the session as a torch optimizer.
 """
 
 from __future__ import annotations
@@ -198,10 +200,10 @@ class Session:
         )
 
         def unhook() -> None:
-            detach()
             for known in parameters:
                 if not known.is_gone:
                     _managed.pop(id(known.parameter), None)
+            detach()
 
         self._unhook = unhook
         undo.callback(unhook)
@@ -259,7 +261,7 @@ class Session:
         return layers, parameters, gates
 
     def _own(self) -> set[int]:
-        return {id(known.parameter) for known in self.parameters}
+        return {id(known.parameter) for known in self.parameters if not known.is_gone}
 
     def _add_banks(self, layers: list[TrainedLayer]) -> None:
         """Give layers a second bank, for updates before the norm is known, if host memory allows."""
@@ -550,6 +552,8 @@ class Session:
         self._closed = True
         try:
             self._leave()
+            self._others.clear()
+            self.resting.clear()
         finally:  # also after Ctrl-C during the wait for the last updates
             self._place.close()
             self._trackers.close()

@@ -10,9 +10,9 @@ StreamedBlock      such a module, whose weights are on the device only while it 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +73,7 @@ class TrainedParameter:
         self, name: str, parameter: nn.Parameter, group: int, rule: str = "adamw", precision: Precision = EXACT
     ) -> None:
         self.name, self.group, self.rule = name, group, rule
-        self._parameter = TensorWeakRef(parameter)
+        self._parameter: Callable[[], Tensor | None] = TensorWeakRef(parameter)
         self.plane_dtypes = plane_dtypes(parameter, rule, precision)
         self.count = 0
         self.step = self.backward = -1
@@ -98,7 +98,7 @@ class TrainedParameter:
     def parameter(self) -> nn.Parameter:
         parameter = self._parameter()
         assert parameter is not None, f"{self.name} has gone with its optimizer, which keeps it"
-        return parameter  # type: ignore[no-any-return]
+        return cast(nn.Parameter, parameter)
 
     @property
     def is_gone(self) -> bool:
@@ -155,6 +155,7 @@ class TrainedParameter:
             self.parameter.grad = None
         elif (total := summed(gradient)) is not None:
             self.parameter.grad = None if total.own is None else distributed(total.own, self.parameter)
+        self._parameter = lambda: None  # a weak reference would be in the way of `torch.utils.swap_tensors`
 
     @property
     def is_consumed(self) -> bool:

@@ -359,6 +359,7 @@ class Activations:
         """Free the host memory. No copy may be under way."""
         with self._lock:
             self._is_closed = True
+            self._model.clear()
             self._leaving.clear()
             self._coming.clear()
             self._stack.close()

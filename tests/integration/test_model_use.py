@@ -528,3 +528,14 @@ def test_torchscript_of_a_copy() -> None:
     assert differing(weights(model), weights(reference(range(4)))) == []
     assert torch.equal(scripted(vectors(9)), reference(range(2))(vectors(9)))
     assert torch.equal(torch.jit.script(model)(vectors(9)), model(vectors(9)))
+
+
+def test_a_closed_optimizer_is_not_in_the_way_of_swapped_parameters() -> None:
+    """As `nn.Module.to` swaps those of some classes, which torch refuses while weak references to them exist."""
+    model = perceptron()
+    frozen = model[1][0].weight.requires_grad_(False)
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+    for parameter in (model[0][0].weight, frozen):
+        torch.utils.swap_tensors(parameter, nn.Parameter(torch.ones(32, 32)))
+    assert opt.param_groups and torch.equal(model[0][0].weight, torch.ones(32, 32))
