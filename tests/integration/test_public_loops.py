@@ -91,7 +91,7 @@ def real_and_false(critic: nn.Module, real: Tensor, fake: Tensor) -> tuple[Tenso
 
 
 def only_sums(opt: Any) -> AbstractContextManager[Any]:
-    """Around a backward whose gradients the loop drops."""
+    """Around a backward whose gradients the loop drops, reads or changes."""
     return opt.no_sync() if isinstance(opt, Optimizer) else nullcontext()  # type: ignore[no-any-return]
 
 
@@ -887,6 +887,241 @@ def ddpg(make: Any) -> Found:
             for slow, fast in zip(targets.parameters(), critic.parameters(), strict=True):
                 slow.copy_(0.95 * slow + 0.05 * fast)
     return seen, [actor, critic, targets]
+
+
+# ---------------------------------------------------------------- torch's order, by one line: backward only sums
+
+
+@loop()
+def gan_retained_and_clipped(make: Any) -> Found:
+    """The critic's graph is kept for the generator's; the clipping is the loop's own. Nothing is ported."""
+    generator, critic = pair()
+    of_g, of_d, seen = make(generator), make(critic), []
+    for step in range(STEPS):
+        fake = generator(noise(step, BATCH, 16))
+        of_d.zero_grad()
+        torch.stack(real_and_false(critic, noise(100 + step), fake)).sum().backward(retain_graph=True)
+        seen.append(float(nn.utils.clip_grad_norm_(critic.parameters(), 0.05)))
+        of_d.step()
+        of_d.zero_grad()
+        of_g.zero_grad()
+        frozen(critic, True)
+        real_and_false(critic, fake, fake)[0].backward()
+        of_g.step()
+        of_g.zero_grad()
+        frozen(critic, False)
+    return seen, [generator, critic]
+
+
+@loop()
+def dcgan_in_torchs_order(make: Any) -> Found:
+    """`zero_grad()` comes first, so the generator's backward adds to the gradients of the critic's last step."""
+    generator, critic = pair()
+    of_g, of_d, seen = make(generator), make(critic), []
+    for step in range(STEPS):
+        critic.zero_grad()
+        fake = generator(noise(step, BATCH, 16))
+        for loss in real_and_false(critic, noise(100 + step), fake.detach()):
+            with only_sums(of_d):
+                loss.backward()
+            seen.append(loss.item())
+        of_d.step()
+        generator.zero_grad()
+        loss = real_and_false(critic, fake, fake)[0]
+        with only_sums(of_d):
+            loss.backward()
+        of_g.step()
+        seen.append(loss.item())
+    return seen, [generator, critic]
+
+
+@loop()
+def gan_with_the_generator_first(make: Any) -> Found:
+    """What the generator's backward leaves in the critic is dropped before the critic's own."""
+    generator, critic = pair()
+    of_g, of_d, seen = make(generator), make(critic), []
+    for step in range(STEPS):
+        of_g.zero_grad()
+        fake = generator(noise(step, BATCH, 16))
+        loss = real_and_false(critic, fake, fake)[0]
+        with only_sums(of_d):
+            loss.backward()
+        of_g.step()
+        of_d.zero_grad()
+        both = torch.stack(real_and_false(critic, noise(100 + step), fake.detach())).mean()
+        with only_sums(of_d):
+            both.backward()
+        of_d.step()
+        seen += [loss.item(), both.item()]
+    return seen, [generator, critic]
+
+
+@loop()
+def wgan_clipping_weights(make: Any) -> Found:
+    """The critic's weights are clamped after its step, and its gradients by value before."""
+    generator, critic = pair()
+    of_g, of_d, seen = make(generator), make(critic), []
+    for step in range(STEPS):
+        of_d.zero_grad()
+        fake = generator(noise(step, BATCH, 16)).detach()
+        with only_sums(of_d):
+            (critic(fake).mean() - critic(noise(100 + step)).mean()).backward()
+        nn.utils.clip_grad_value_(critic.parameters(), 1e-2)
+        of_d.step()
+        with torch.no_grad():
+            for parameter in critic.parameters():
+                parameter.clamp_(-0.05, 0.05)
+        of_g.zero_grad()
+        frozen(critic, True)
+        loss = -critic(generator(noise(step, BATCH, 16))).mean()
+        loss.backward()
+        frozen(critic, False)
+        of_g.step()
+        seen.append(loss.item())
+    return seen, [generator, critic]
+
+
+@loop()
+def characters_retained_scaled_and_logged(make: Any) -> Found:
+    """A backward for each character; gradients are averaged and their norms logged. Nothing is ported."""
+    torch.manual_seed(0)
+    cell, head = nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    model = nn.ModuleList([cell, head])
+    opt, seen = make(model), []
+    for step in range(STEPS):
+        opt.zero_grad()
+        state, x = torch.zeros(BATCH, WIDTH), noise(step)
+        for place in range(3):
+            state = cell(x.roll(place, 1), state)
+            functional.mse_loss(head(state), x).backward(retain_graph=True)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / 3)
+                seen.append(float(parameter.grad.norm()))
+        opt.step()
+    return seen, [model]
+
+
+@loop()
+def steps_that_are_dropped(make: Any) -> Found:
+    """With a retained graph, every third step's gradients are dropped. Nothing is ported."""
+    model = mlp(WIDTH, WIDTH, 16)
+    opt = make(model)
+    for step in range(2 * STEPS):
+        functional.cross_entropy(model(noise(step)), classes(step)).backward(retain_graph=True)
+        if step % 3 == 1:
+            model.zero_grad()
+        opt.step()
+        opt.zero_grad()
+    return None, [model]
+
+
+def before_step(make: Any, change: Callable[[Any, int], None]) -> Found:
+    model = Language()
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    rest = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    opt, seen = make(model, [{"params": matrices}, {"params": rest}]), []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        words = text(step)
+        loss = functional.cross_entropy(model(words[:-1])[0].flatten(0, 1), words[1:].flatten())
+        with only_sums(opt):
+            loss.backward()
+        change(opt, step)
+        opt.step()
+        model.zero_grad(set_to_none=True)
+        seen.append(loss.item())
+    return seen, [model]
+
+
+@loop()
+def llm_c(make: Any) -> Found:
+    """The rate is set right before `step()`, and the norm is the loop's own."""
+
+    def change(opt: Any, step: int) -> None:
+        nn.utils.clip_grad_norm_([p for group in opt.param_groups for p in group["params"]], 0.5)
+        for group in opt.param_groups:
+            group["lr"] = LR * (step + 1) / STEPS
+
+    return before_step(make, change)
+
+
+@loop()
+def nanochat(make: Any) -> Found:
+    """So are momentum and decay."""
+
+    def change(opt: Any, step: int) -> None:
+        for group in opt.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = group["initial_lr"] * (1 - step / (2 * STEPS))
+            group["weight_decay"] = 0.1 * (1 - step / STEPS)
+            if "momentum" in group:
+                group["momentum"] = 0.85 + 0.1 * min(step / 3, 1)
+
+    return before_step(make, change)
+
+
+@loop()
+def ddpg_in_torchs_order(make: Any) -> Found:
+    """The actor's loss goes through the critic, whose gradients of it are dropped by its next `zero_grad()`."""
+    actor, critic = mlp(WIDTH, WIDTH, 16), mlp(16, WIDTH, 16, seed=1)
+    of_actor, of_critic, seen = make(actor), make(critic), []
+    for step in range(STEPS):
+        value = critic(noise(200 + step, BATCH, 16))
+        with only_sums(of_critic):
+            seen.append(update(of_critic, functional.smooth_l1_loss(value, noise(step, BATCH, 16))))
+            seen.append(update(of_actor, -critic(actor(noise(step))).mean()))
+    return seen, [actor, critic]
+
+
+@loop()
+def sharpness_aware(make: Any) -> Found:
+    """SAM: weights move along the gradient for a second backward, and back."""
+    model = mlp(WIDTH, WIDTH, 16)
+    opt, seen = make(model), []
+    for step in range(STEPS):
+        x, y = noise(step), classes(step)
+        with only_sums(opt):
+            functional.cross_entropy(model(x), y).backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        norm = torch.stack([gradient.norm() for gradient in found]).norm()
+        moves = [0.05 * gradient / (norm + 1e-12) for gradient in found]
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.add_(move)
+        opt.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        with only_sums(opt):
+            loss.backward()
+        with torch.no_grad():
+            for parameter, move in zip(model.parameters(), moves, strict=True):
+                parameter.sub_(move)
+        opt.step()
+        opt.zero_grad()
+        seen.append(loss.item())
+    return seen, [model]
+
+
+@loop()
+def ada_lora(make: Any) -> Found:
+    """Ranks are pruned after `step()` by what the gradients were."""
+    from peft import AdaLoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    base: Any = nn.ModuleDict({"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH)})
+    base.forward = lambda x: base["second"](base["first"](x).tanh())
+    config = AdaLoraConfig(target_modules=["first", "second"], init_r=16, target_r=8, total_step=9, tinit=1, tfinal=2)
+    model: Any = get_peft_model(base, config)
+    opt, seen = make(model), []
+    for step in range(6):
+        loss = functional.mse_loss(model(noise(step)), noise(step).sin())
+        with only_sums(opt):
+            loss.backward()
+        opt.step()
+        model.base_model.update_and_allocate(step)
+        opt.zero_grad()
+        seen.append(loss.item())
+    return seen, [model]
 
 
 # ---------------------------------------------------------------- how they are run
