@@ -572,6 +572,8 @@ class Session:
             self.engine.close(self.last_words)
         finally:
             unhook()
+            for known in self.parameters:
+                known.let_go()
 
     def end_in_child(self) -> None:
         if self.engine.end_in_child():

@@ -58,8 +58,9 @@ PRELOADED: Final = (
 FORKING: Final = ("workers.process", "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
 #: Variables that Python and libraries read when they start. With other ones, a program is started.
 AT_START: Final = re.compile("(?!PYTHONPATH$|PYTHONUNBUFFERED$)(PYTHON|OMP_|MKL_|LD_|HF_|TRANSFORMERS_)")
-#: Threads that hold no lock which a fork would need: those of torchrun's agent and its store, and of an allocator.
-HARMLESS: Final = {"pt_elastic", "pt_tcpstore_uv", "jemalloc_bg_thd"}
+#: Threads that hold no lock which a fork would need: those of torchrun's agent and its store, of an allocator, and of
+#: the launcher's output.
+HARMLESS: Final = {"pt_elastic", "pt_tcpstore_uv", "jemalloc_bg_thd", "output"}
 #: Room in the server's command line and environment for those of its forks.
 ROOM_BYTES: Final = 1 << 14
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -235,8 +236,10 @@ def serve(connection: socket.socket) -> NoReturn:
 
 def _other_threads() -> set[str]:
     """The names of threads, those of libraries too, that may hold locks."""
-    names = {task.name: (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
-    return {name for number, name in names.items() if int(number) != threading.get_native_id()} - HARMLESS
+    ours = {thread.native_id: thread.name for thread in threading.enumerate()}
+    names = {int(task.name): (task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    del names[threading.get_native_id()]
+    return {ours.get(number, name) for number, name in names.items()} - HARMLESS
 
 
 def _exec(path: str, command: Sequence[str]) -> NoReturn:
@@ -311,6 +314,8 @@ def _settle(start: Start, mask: Iterable[int]) -> None:
     logging.getLogger().handlers.clear()
     logging.getLogger().setLevel(logging.WARNING)
     tempfile.tempdir = None
+    if "workers.output" in sys.modules:
+        sys.modules["workers.output"]._outputs.clear()  # whose threads are the launcher's
 
 
 def _move(descriptors: Mapping[int, int]) -> None:

@@ -203,16 +203,21 @@ def test_monitors_that_stall_or_are_killed_change_nothing(tmp_path: Path, monkey
     assert len(recorded(tmp_path / "watched")) == 60
 
 
-def test_without_a_run_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    old = tmp_path / "hytrain-old"  # of a run that was killed; its number is in use again, by another
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for temporary files with a path that is short enough for sockets, and no others' runs."""
+    with tempfile.TemporaryDirectory(prefix="ht-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+def test_without_a_run_it_says_so(temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = temporary / "hytrain-old"  # of a run that was killed; its number is in use again, by another
     old.mkdir()
     pids = {"launcher_pid": os.getpid(), "coordinator_pid": os.getpid(), "optimizer_pids": (os.getpid(),)}
     Cluster(run_name="old", run_dir="/nowhere", socket_dir=str(old), token="t", **pids).write()
-    (tmp_path / "hytrain-broken").mkdir()
-    (tmp_path / "hytrain-broken" / "cluster.json").write_text("{")
+    (temporary / "hytrain-broken").mkdir()
+    (temporary / "hytrain-broken" / "cluster.json").write_text("{")
     assert monitor.main(["--once"]) == 2
     assert monitor.main(["somewhere", "--follow"]) == 2
     first, second = capsys.readouterr().err.splitlines()
@@ -221,9 +226,8 @@ def test_without_a_run_it_says_so(
 
 
 def test_it_lists_runs_and_deletes_ended_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     runs = run_folder.default()
     for hours, name in enumerate(("newest", "middle", "oldest"), 1):

@@ -104,6 +104,10 @@ class TrainedParameter:
     def is_gone(self) -> bool:
         return self._parameter() is None
 
+    def let_go(self) -> None:
+        """It is trained no more: not even a weak reference is left, in the way of `torch.utils.swap_tensors`."""
+        self._parameter = lambda: None
+
     def watch_with(self, watched: type) -> None:
         """From now on `watch` gives the parameter the class `watched`, and `unwatch` its present one."""
         self._plain, self._watched = type(self.parameter), watched
@@ -155,7 +159,6 @@ class TrainedParameter:
             self.parameter.grad = None
         elif (total := summed(gradient)) is not None:
             self.parameter.grad = None if total.own is None else distributed(total.own, self.parameter)
-        self._parameter = lambda: None  # a weak reference would be in the way of `torch.utils.swap_tensors`
 
     @property
     def is_consumed(self) -> bool:

@@ -89,14 +89,19 @@ def test_a_program_under_the_launcher(by_torch: str, run_dir: Path) -> None:
 
 
 def test_a_full_disk_ends_no_training(by_torch: str, run_dir: Path) -> None:
+    """Nor does one on which files may not grow any more, in the middle of a run."""
     (run_dir / "logs").mkdir(parents=True)
-    for name in ("metrics.jsonl", "logs/trainer-0.log"):
-        (run_dir / name).symlink_to("/dev/full")
-    ran = cluster(PLAIN, "hytrain", STEPS)
-    assert ran.returncode == 0 and ran.stdout.splitlines()[-1] == by_torch, ran.stderr
-    assert ran.stderr.count("trainer-0.log lacks output from here on: No space left on device") == 1
-    said = (run_dir / "logs" / "coordinator-0.log").read_text()
-    assert said.count("records of rank 0 cannot be written, training goes on") == 1
+    (run_dir / "logs/trainer-0.log").symlink_to("/dev/full")
+    command = (sys.executable, CLUSTER, PLAIN, "hytrain", STEPS, "--pause")
+    with started(*command, how=subprocess.Popen, stderr=subprocess.PIPE) as launcher:
+        read_until(launcher, "paused")
+        roles_below(psutil.Process(launcher.pid))["coordinator"].rlimit(psutil.RLIMIT_FSIZE, (0, 0))
+        go_on(launcher)
+        assert read_until(launcher, "weights") == by_torch + "\n"
+        assert launcher.wait(DEADLINE_S) == 0
+        assert launcher.stderr is not None
+        assert launcher.stderr.read().count("trainer-0.log lacks output from here on: No space left on device") == 1
+    assert len((run_dir / "metrics.jsonl").read_text().splitlines()) < int(STEPS)
 
 
 def test_a_plain_script(by_torch: str, tmp_path: Path) -> None:

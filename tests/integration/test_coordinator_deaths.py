@@ -29,7 +29,7 @@ from hytrain.monitoring import Client
 from hytrain.run import link
 from hytrain.run.link import Link
 from protocol.channel import Inbox, Incoming
-from protocol.messages import Goodbye, Pong
+from protocol.messages import Goodbye, Hello, Introduce, Pong
 from workers.heartbeats import BEAT_S, SILENT_S
 from workers.supervisor import COORDINATORS
 
@@ -213,7 +213,7 @@ def test_a_trainer_that_is_busy_meanwhile_is_asked_again(
             is_waiting.set()
             wait_for(lambda: not busy.is_set())
 
-    receive, lose = Inbox.receive, Link._lose_coordinator
+    receive, lose, find = Inbox.receive, Link._lose_coordinator, Link._find_coordinator
 
     def late(self: Inbox, timeout_s: float | None) -> Incoming | None:
         wait()
@@ -223,7 +223,15 @@ def test_a_trainer_that_is_busy_meanwhile_is_asked_again(
         lose(self)
         wait()
 
-    monkeypatch.setattr(*(Inbox, "receive", late) if since == "before the death" else (Link, "_lose_coordinator", lost))
+    def asked(self: Link, by: Introduce) -> Hello:
+        wait()
+        return find(self, by)
+
+    if since == "before the death":
+        monkeypatch.setattr(Inbox, "receive", late)
+    else:  # of which another coordinator may tell first
+        monkeypatch.setattr(Link, "_lose_coordinator", lost)
+        monkeypatch.setattr(Link, "_find_coordinator", asked)
     model = perceptron()
     with adamw(model, policy="random") as opt:
         training = Training(opt, model)

@@ -218,7 +218,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "hooks of parameters": (Tensor, "register_post_accumulate_grad_hook"),
     "classes of parameters": (hooks, "watched_class"),
     "hooks of state": (nn.Module, "register_load_state_dict_pre_hook"),
-    "copies": (hooks, "_GuardedCopy"),
+    "copies": (hooks, "_leave_out"),
     "saying so": (Link, "ready"),
     "the environment's file": (session.environment, "write"),
     "trackers": (session, "Trackers"),

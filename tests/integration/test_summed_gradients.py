@@ -340,8 +340,10 @@ def test_hyperparameters_set_after_backward_are_refused(k: float) -> None:
 @pytest.mark.parametrize("by", ["loop", "hook"])
 def test_without_overlap_step_has_the_last_word(by: str) -> None:
     def run(model: nn.Module, opt: Any) -> None:
-        def warm(*_: Any) -> None:
-            opt.param_groups[0]["lr"] *= 1.5
+        step = 0
+
+        def warm(*_: Any) -> None:  # torch calls it twice, if the class of the reference's base was used before
+            opt.param_groups[0]["lr"] = 1e-2 * 1.5**step
 
         if by == "hook":
             opt.register_step_pre_hook(warm)
