@@ -55,9 +55,12 @@ for step in itertools.count(1):
     opt.step()
     opt.zero_grad()
     opt.log(step, loss=loss.item())
-    while not (metrics := opt.run_dir / "metrics.jsonl").exists() or f'"step": {step},' not in metrics.read_text():
+    pauses_here = pauses and pauses[0] in (f"step={step}", f"k={opt.statistics().k}")
+    known = step if pauses_here or step == steps else step - 1  # the numbers of a step leave with the next one's report
+    metrics = opt.run_dir / "metrics.jsonl"
+    while known and (not metrics.exists() or f'"step": {known},' not in metrics.read_text()):
         time.sleep(0.001)
-    if pauses and pauses[0] in (f"step={step}", f"k={opt.statistics().k}"):
+    if pauses_here:
         del pauses[0]
         print("paused", flush=True)
         input()
