@@ -96,7 +96,7 @@ class ConsumedGradient(torch.Tensor):
 
 NO_STATE: Final = (
     "opt.state is empty, as HyTrain keeps moments in planes of its own: read them in opt.state_dict(), change them "
-    "with opt.load_state_dict(), and begin anew with a new optimizer"
+    "with opt.load_state_dict(), begin anew with a new optimizer, and keep what is yours in a dictionary of your own"
 )
 
 

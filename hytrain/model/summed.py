@@ -70,14 +70,20 @@ class SummedGradient(Tensor):
             args[0]._total.add(args[1])
             return args[0]
         found = {id(each): each for each in tree_flatten((args, kwargs))[0] if isinstance(each, cls)}
-        shows = any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
-        values = {key: each._total.settle() if shows else each._total.value() for key, each in found.items()}
+        # What is not torch's own may keep what it gets, or write it without saying so, as collectives do.
+        shows = func.namespace not in ("aten", "prims")
+        shows |= any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
+        written = list(_written(func, args, kwargs))
+        changed = {id(each) for each in written if each._total.own is not None}  # after the update that reads it
+        values = {
+            key: each._total.settle() if shows or key in changed else each._total.value() for key, each in found.items()
+        }
 
         def value(each: Any) -> Any:
             return values[id(each)] if isinstance(each, cls) else each
 
         result = func(*tree_map(value, args), **tree_map(value, kwargs))
-        for each in _written(func, args, kwargs):
+        for each in written:
             each._total.write(values[id(each)])
         own = {id(values[key]): each for key, each in found.items()}  # an operation in place returns what it got
         return tree_map(lambda made: own.get(id(made), made), result)
@@ -102,9 +108,6 @@ class SummedGradient(Tensor):
 
     def __dlpack__(self, *args: Any, **options: Any) -> Any:
         return self._total.settle().__dlpack__(*args, **options)
-
-    def untyped_storage(self) -> Any:
-        return self._total.settle().untyped_storage()
 
 
 def summed(gradient: Tensor | None) -> Sum | None:

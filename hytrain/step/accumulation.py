@@ -39,19 +39,32 @@ class _Sum:
     def __init__(self, parameter: TrainedParameter, sums: Sums) -> None:
         self._parameter, self._sums = parameter, sums
         self.own: Tensor | None = None
+        self._fresh: Tensor | None = None  # autograd has just added to it
         self._await_update: Callable[[TrainedParameter], None] = lambda parameter: None
 
     def add(self, gradient: Tensor) -> None:
         if self.own is not None:
             self.settle().add_(gradient)
-        else:
-            self._sums.put(self._parameter, self.take().add_(flat(laid_out(gradient, self._parameter.own))))
+            return
+        more = flat(laid_out(gradient, self._parameter.own))
+        self._fresh = self.take().add_(more)
+        if torch._C._current_graph_task_id() == -1:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """After a backward's addition: the backward is not the step's last one, which would take the sum at once."""
+        fresh, self._fresh = self._fresh, None
+        if fresh is not None:
+            self._sums.put(self._parameter, fresh)
 
     def value(self) -> Tensor:
         if self.own is not None:
             return self.own
-        total = self.take()
-        self._sums.put(self._parameter, total)
+        is_fresh, total = self._fresh is not None, self.take()
+        if is_fresh:
+            self._fresh = total
+        else:
+            self._sums.put(self._parameter, total)
         return self._as_gradient(total)
 
     def write(self, value: Tensor) -> None:
@@ -61,8 +74,7 @@ class _Sum:
 
     def settle(self) -> Tensor:
         if self.own is None:
-            self.own = self.value()
-            self._sums.discard(self._parameter)
+            self.own = self._as_gradient(self.take())
         self._await_update(self._parameter)
         return self.own
 
@@ -74,7 +86,8 @@ class _Sum:
         """The sum: float32, shape (numel,), in storage order. Raises `UsageError` if an update has consumed it."""
         if self._parameter.sum is None or self._parameter.sum() is not self:
             raise UsageError(CONSUMED)
-        total = self._sums.take(self._parameter)
+        fresh, self._fresh = self._fresh, None
+        total = self._sums.take(self._parameter) if fresh is None else fresh
         assert total is not None, "nobody else has taken it"
         return total
 
@@ -132,7 +145,9 @@ class Accumulation:
 
     def add(self, parameter: TrainedParameter) -> None:
         """A backward that only sums has made a gradient. Autograd has added it to the sum, or it is the first one."""
-        if summed(parameter.parameter.grad) is not None:
+        total = summed(parameter.parameter.grad)
+        if isinstance(total, _Sum):
+            total.put_back()
             return
         gradient = parameter.gradient()
         parameter.parameter.grad = None  # autograd must neither add to it nor keep it
@@ -176,7 +191,9 @@ class Accumulation:
     def _sum_of(self, parameter: TrainedParameter) -> _Sum | None:
         """The sum in `p.grad`; None if the loop has dropped it, replaced it, or made a gradient of its own of it."""
         total = summed(parameter.parameter.grad)
-        return total if isinstance(total, _Sum) and total.own is None else None
+        if not isinstance(total, _Sum) or parameter.sum is None or parameter.sum() is not total:  # another parameter's
+            return None
+        return total if total.own is None else None
 
     def _forget(self, parameter: TrainedParameter) -> None:
         """The loop has dropped the parameter's sum. Whoever still has the tensor that was in `p.grad` sees it on."""

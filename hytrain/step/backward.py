@@ -25,6 +25,7 @@ from hytrain.memory.clock import Stream
 from hytrain.memory.transfer import TURN_BYTES, Transfer, Transfers
 from hytrain.memory.visits import Visit, Visits
 from hytrain.model.lifecycle import Event as LayerEvent
+from hytrain.model.summed import summed
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.run.link import Draft, Link
 from hytrain.step.accumulation import Accumulation
@@ -133,6 +134,9 @@ class Backward:
             try:
                 self._begin(parameter, tensor.grad)
             except (NonFiniteGradients, UsageError):  # caused by what came before: leave no gradient of this backward
+                if summed(tensor.grad) is not None:  # to which it was added: drop the step's
+                    for known in self._parameters:
+                        known.parameter.grad = None
                 tensor.grad = None
                 raise
         is_shared = parameter.shared_in == life.backward
@@ -413,7 +417,8 @@ class Backward:
     def _fill_others(self, *, keep: bool) -> None:
         """Take the gradients that are in `p.grad`: no last backward has reached them. With `keep`, they stay there."""
         step, stream = self._health.life.step, self._transfers.stream()
-        keeps = self._reads.await_parameter if keep and self._accumulation.keeps else None
+        clips = self._verdicts.takes_norms  # torch would leave clipped gradients there
+        keeps = self._reads.await_parameter if keep and self._accumulation.keeps and not clips else None
         for parameter in self._parameters:
             if not parameter.has_gradient:
                 continue

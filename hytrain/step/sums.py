@@ -12,6 +12,7 @@ The device makes all additions, in the same order, so the bits do not depend on 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -101,6 +102,8 @@ class HostSums:
         return [*self._coming, *self._left]
 
     def close(self) -> None:
+        with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing
+            self._transfers.drain()
         for memory in self._memory.values():
             memory.close()
         for held in (self._coming, self._leaving, self._left, self._memory):

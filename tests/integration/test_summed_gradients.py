@@ -281,6 +281,30 @@ def test_bfloat16_gradients_of_one_backward_are_clipped_as_in_torch() -> None:
         assert differing(weights(ours), weights(theirs)) == []
 
 
+def test_another_parameters_gradient_is_the_loops_own() -> None:
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(STEPS):
+            held(model, opt, step)
+            one, other = model[0][0].weight, model[1][0].weight
+            other.grad = one.grad
+            opt.step()
+            opt.zero_grad()
+
+    same_as_torch(run, k=0.5)
+
+
+def test_what_is_refused_as_a_backward_begins_leaves_no_part_of_a_step() -> None:
+    """Its first gradient was in one parameter's sum already."""
+    model = perceptron()
+    with adamw(model, loss_scale=8.0, grad_accumulation=2) as opt:
+        opt.scale(square_loss(model, 0)).backward()
+        before = weights(model)
+        with pytest.raises(UsageError, match="not scaled"):
+            square_loss(model, 1).backward()
+        opt.step()
+        assert differing(weights(model), before) == []
+
+
 def test_a_tensor_from_before_the_last_backward_is_consumed_with_it() -> None:
     model = perceptron()
     with adamw(model, grad_accumulation=2) as opt:
