@@ -321,9 +321,8 @@ def word_language_model(make: Any) -> Found:
     return seen, [model]
 
 
-@loop()
-def characters_with_a_retained_graph(make: Any) -> Found:
-    """A backward for each character, all but the last of which leave the graph, then one step."""
+def characters(make: Any, retains: Callable[[int], bool], change: Callable[[nn.Module], list[float]]) -> Found:
+    """A backward for each of three characters, then one step."""
     torch.manual_seed(0)
     cell, head = nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     model = nn.ModuleList([cell, head])
@@ -334,10 +333,17 @@ def characters_with_a_retained_graph(make: Any) -> Found:
         for place in range(3):
             state = cell(x.roll(place, 1), state)
             loss = functional.mse_loss(head(state), x)
-            loss.backward(retain_graph=place < 2)
+            loss.backward(retain_graph=retains(place))
             seen.append(loss.item())
+        seen += change(model)
         opt.step()
     return seen, [model]
+
+
+@loop()
+def characters_with_a_retained_graph(make: Any) -> Found:
+    """All but the last leave the graph."""
+    return characters(make, lambda place: place < 2, lambda model: [])
 
 
 @loop()
@@ -983,23 +989,13 @@ def wgan_clipping_weights(make: Any) -> Found:
 
 @loop()
 def characters_retained_scaled_and_logged(make: Any) -> Found:
-    """A backward for each character; gradients are averaged and their norms logged. Nothing is ported."""
-    torch.manual_seed(0)
-    cell, head = nn.GRUCell(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    model = nn.ModuleList([cell, head])
-    opt, seen = make(model), []
-    for step in range(STEPS):
-        opt.zero_grad()
-        state, x = torch.zeros(BATCH, WIDTH), noise(step)
-        for place in range(3):
-            state = cell(x.roll(place, 1), state)
-            functional.mse_loss(head(state), x).backward(retain_graph=True)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(1 / 3)
-                seen.append(float(parameter.grad.norm()))
-        opt.step()
-    return seen, [model]
+    """All leave the graph; gradients are averaged and their norms logged. Nothing is ported."""
+
+    def average(model: nn.Module) -> list[float]:
+        found = [parameter.grad for parameter in model.parameters()]
+        return [float(gradient.mul_(1 / 3).norm()) for gradient in found if gradient is not None]
+
+    return characters(make, lambda place: True, average)
 
 
 @loop()
