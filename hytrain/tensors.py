@@ -164,6 +164,33 @@ def holders(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the one just made
 
 
+def _references(parameter: Tensor) -> tuple[int, int]:
+    """How many references Python has to a parameter's gradient, and to what that is a view of."""
+    gradient = parameter.grad
+    base = None if gradient is None else gradient._base
+    return sys.getrefcount(gradient), 0 if base is None else sys.getrefcount(base)
+
+
+def _alone() -> tuple[int, int]:
+    parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+    parameter.grad = torch.zeros(2, device="cpu")[1:]
+    return _references(parameter)
+
+
+_ALONE: Final = _alone()
+
+
+def has_kept_gradient(parameter: Tensor) -> bool:
+    """Whether somebody else has its gradient, or what that is a view of: the loop, which has put it into `p.grad`.
+
+    What a framework makes of DTensors' gradients, it may keep.
+    """
+    if is_distributed(parameter):
+        return False
+    of_gradient, of_base = _references(parameter)
+    return of_gradient > _ALONE[0] or of_base > _ALONE[1]
+
+
 def allocate(tensor: Tensor) -> None:
     """Give its storage memory again, from the current stream's pool. Raises `torch.OutOfMemoryError`."""
     tensor.untyped_storage().resize_(tensor.nbytes)

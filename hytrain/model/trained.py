@@ -32,6 +32,7 @@ from hytrain.tensors import (
     count_write,
     distributed,
     flat,
+    has_kept_gradient,
     has_own_storage,
     holders,
     keeping_versions,
@@ -180,6 +181,12 @@ class TrainedParameter:
         if gradient.is_contiguous() and self.own.is_contiguous():
             return gradient.view(-1)
         return flat(laid_out(gradient, self.own))
+
+    def kept(self) -> Tensor | None:
+        """The gradient in `p.grad` if the loop has that tensor, too, and may read and write it there; else None."""
+        if (total := summed(self.parameter.grad)) is not None:
+            return total.own
+        return self.parameter.grad if has_kept_gradient(self.parameter) else None
 
     def fill(self, total: Tensor | None, step: int, stream: Stream) -> list[TrainedLayer]:
         """Give the step's gradient, computed on `stream`, to its layers. Returns the layers that are now complete.

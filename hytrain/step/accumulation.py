@@ -144,10 +144,16 @@ class Accumulation:
         return self._goes_on() or ended < self._backwards
 
     def add(self, parameter: TrainedParameter) -> None:
-        """A backward that only sums has made a gradient. Autograd has added it to the sum, or it is the first one."""
+        """A backward that only sums has made a gradient. Autograd has added it to the sum, or it is the first one.
+
+        Or it was added to a tensor that the loop keeps, which it stays until `step()`, as in torch.
+        """
         total = summed(parameter.parameter.grad)
         if isinstance(total, _Sum):
             total.put_back()
+            return
+        if parameter.kept() is not None:
+            self._forget(parameter)
             return
         gradient = parameter.gradient()
         parameter.parameter.grad = None  # autograd must neither add to it nor keep it

@@ -38,7 +38,7 @@ from hytrain.step.measure import Meter
 from hytrain.step.reads import REENTRANT, Reads, in_backward, inside_reentrant_checkpoint
 from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Judgement, NormSoFar, Verdicts
-from hytrain.tensors import count_write
+from hytrain.tensors import count_write, version
 from protocol.handles import STATE_PLANES
 from protocol.messages import Counted, GradReady, Message, StepBegin, WeightsReady
 from protocol.placement import VISIT
@@ -115,6 +115,7 @@ class Backward:
         self._ends_by_itself = True  # autograd calls `end`
         self._task: int | None = None  # autograd's number of the whole backward, if it has one
         self._summed_later: dict[TrainedParameter, None] = {}
+        self._kept: list[tuple[TrainedParameter, Tensor, int]] = []  # gradients that the loop has, too; their versions
 
     def on_gradient(self, parameter: TrainedParameter) -> None:
         """Take a parameter's complete gradient, and send off each layer that it completes.
@@ -158,13 +159,27 @@ class Backward:
         if not parameter.is_in_place:
             health.refuse(f"the storage of {parameter.name} was replaced in the middle of a backward")
         stream = self._transfers.stream()
-        full = parameter.fill(self._accumulation.take(parameter), life.step, stream)
+        if (total := self._accumulation.take(parameter)) is None:
+            total = self._copy_kept(parameter)
+        full = parameter.fill(total, life.step, stream)
         tensor.grad = parameter.consumed
         for layer in full:
             self._meter.backward(layer.lid)
             if self._overlap:
                 self._send(layer, stream)
         self._streaming.had_gradient(parameter)
+
+    def _copy_kept(self, parameter: TrainedParameter) -> Tensor | None:
+        """A copy of the gradient if the loop keeps the tensor that has it. It is consumed long before `step()`."""
+        if (kept := parameter.kept()) is None:
+            return None
+        self._kept.append((parameter, kept, 0))
+        return parameter.gradient().clone()
+
+    def written_since(self) -> TrainedParameter | None:
+        """A parameter with such a tensor that the loop has written after backward."""
+        kept, self._kept = self._kept, []
+        return next((parameter for parameter, gradient, seen in kept if version(gradient) != seen), None)
 
     def _send(self, layer: TrainedLayer, stream: Stream) -> None:
         """Send a complete layer's gradients to the optimizer, or update on the device. `stream` is the current one."""
@@ -322,6 +337,7 @@ class Backward:
             self.on_gradient(parameter)
         if life.state is State.COMMITTING:
             self._complete(keep=by_step)
+        self._kept = [(parameter, gradient, version(gradient)) for parameter, gradient, _ in self._kept]
         self._streaming.end_backward()
         life.on(Event.END)  # last, so that an exception above counts as one in backward
 
@@ -425,7 +441,9 @@ class Backward:
             self._reads.await_parameter(parameter)  # perhaps nothing has read it since its last update
             total = self._accumulation.take(parameter, keep=keeps)
             is_own = total is None  # the loop's, which may write it from now on
-            parameter.fill(parameter.gradient().clone() if total is None else total, step, stream)
+            if is_own:
+                total = parameter.gradient().clone() if keep else self._copy_kept(parameter)
+            parameter.fill(total, step, stream)
             if not keep or (keeps is None and not is_own):
                 parameter.parameter.grad = parameter.consumed
 
@@ -489,6 +507,7 @@ class Backward:
 
     def close(self) -> None:
         self._held.clear()
+        self._kept.clear()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

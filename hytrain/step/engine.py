@@ -258,6 +258,11 @@ class Engine:
         life = self._health.life
         if life.state is State.SUMMED:  # no update has begun: what is in `p.grad` now is taken
             return
+        if (written := self.backward.written_since()) is not None:
+            self._health.refuse(
+                f"the gradient of {written.name}, a tensor that was set as p.grad, was written between backward and "
+                "step(), when its update had begun: call backward in opt.no_sync(), so that updates begin in step()"
+            )
         for parameter in self._parameters:
             if parameter.has_gradient:
                 self._health.refuse(f"the gradient of {parameter.name} was set by hand, where HyTrain cannot see it")

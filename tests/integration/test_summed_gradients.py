@@ -144,6 +144,31 @@ def replaces(model: nn.Module, opt: Any, step: int) -> None:
     opt.zero_grad()
 
 
+def gives_buffers(model: nn.Module) -> Tensor:
+    """Gradients in one flat tensor of the loop's own."""
+    flat = torch.full([sum(parameter.numel() for parameter in model.parameters())], 0.01)
+    parts = flat.split([parameter.numel() for parameter in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat
+
+
+def fills_buffers(model: nn.Module, opt: Any, step: int) -> Any:
+    """They are the loop's on, after each backward and after the step."""
+    flat = gives_buffers(model)
+    held(model, opt, step)
+    flat.mul_(0.5)
+    held(model, opt, step + 100)
+    norm = float(flat.norm())
+    flat.mul_(0.5)
+    opt.step()
+    flat.zero_()
+    held(model, opt, step + 200)
+    opt.step()
+    opt.zero_grad()
+    return norm
+
+
 def keeps_them_for_later(model: nn.Module, opt: Any, step: int) -> None:
     """Two tasks, whose gradients are projected (PCGrad)."""
     held(model, opt, step)
@@ -201,6 +226,7 @@ LOOPS = [
     drops_some,
     sets_to_zero,
     replaces,
+    fills_buffers,
     keeps_them_for_later,
     adds_noise,
     steps_twice,
@@ -316,6 +342,35 @@ def test_a_tensor_from_before_the_last_backward_is_consumed_with_it() -> None:
             torch._foreach_mul_(kept, 0.5)
         opt.step()
         assert before.norm() > 0.0
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_buffers_of_the_loop_that_a_last_backward_fills(k: float) -> None:
+    """They can be read, and written after the step."""
+
+    def run(model: nn.Module, opt: Any) -> list[float]:
+        norms = []
+        for step in range(STEPS):
+            flat = gives_buffers(model)
+            square_loss(model, step).backward()
+            norms.append(float(flat.norm()))
+            opt.step()
+            flat.fill_(torch.nan)
+            opt.zero_grad()
+        return norms
+
+    same_as_torch(run, k=k)
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_buffers_that_are_written_when_their_update_has_begun_are_refused(k: float) -> None:
+    model = perceptron()
+    with adamw(model, k=k) as opt:
+        flat = gives_buffers(model)
+        square_loss(model, 0).backward()
+        flat.mul_(0.5)
+        with pytest.raises(UsageError, match=r"a tensor that was set as p\.grad, was written between.*no_sync"):
+            opt.step()
 
 
 def test_what_is_left_in_grad_belongs_to_no_optimizer() -> None:
