@@ -141,7 +141,7 @@ class Inbox(_Socket):
         super().__init__(network, zmq.ROUTER, network.name)
         self._sequence = Sequence()
         self._admitted: frozenset[str] | None = None
-        self._deaths: dict[int, str] = {}
+        self._deaths: dict[int, tuple[str, float | None]] = {}  # by descriptor, with the time for last words
         self._dead: tuple[str, float] | None = None
         self._words_left = LAST_WORDS
         self._ends = select.poll()
@@ -164,7 +164,7 @@ class Inbox(_Socket):
 
     def unwatch(self, name: str) -> None:
         """Stop ending waits when this peer dies."""
-        for descriptor in [known for known, peer in self._deaths.items() if peer == name]:
+        for descriptor in [known for known, (peer, _) in self._deaths.items() if peer == name]:
             if descriptor in self._poller:
                 self._poller.unregister(descriptor)
             self._ends.unregister(descriptor)
@@ -173,9 +173,12 @@ class Inbox(_Socket):
         if self._dead is not None and self._dead[0] == name:
             self._dead = None
 
-    def watch_descriptor(self, name: str, descriptor: int) -> None:
-        """Like `watch`, for a descriptor that becomes readable when the peer ends. Closes it later."""
-        self._deaths[descriptor] = name
+    def watch_descriptor(self, name: str, descriptor: int, *, last_words_s: float | None = None) -> None:
+        """Like `watch`, for a descriptor that becomes readable when the peer ends. Closes it later.
+
+        The wait goes on for `last_words_s` then, `LAST_WORDS_S` by default.
+        """
+        self._deaths[descriptor] = name, last_words_s
         self._poller.register(descriptor, zmq.POLLIN)
         self._ends.register(descriptor, select.POLLIN)
 
@@ -202,7 +205,9 @@ class Inbox(_Socket):
         """When a peer's death ends the wait; infinity while all live. Raises `PeerDied` in a flood."""
         if self._dead is None:
             for descriptor, _ in self._ends.poll(0):
-                self._dead, self._words_left = (self._deaths[descriptor], time.monotonic() + LAST_WORDS_S), LAST_WORDS
+                name, words_s = self._deaths[descriptor]
+                ends_s = time.monotonic() + (LAST_WORDS_S if words_s is None else words_s)
+                self._dead, self._words_left = (name, ends_s), LAST_WORDS
                 self._poller.unregister(descriptor)  # it stays readable and would end every poll at once
                 break
         if self._dead is None:

@@ -58,9 +58,9 @@ PRELOADED: Final = (
 FORKING: Final = ("workers.process", "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
 #: Variables that Python and libraries read when they start. With other ones, a program is started.
 AT_START: Final = re.compile("(?!PYTHONPATH$|PYTHONUNBUFFERED$)(PYTHON|OMP_|MKL_|LD_|HF_|TRANSFORMERS_)")
-#: Threads that hold no lock which a fork would need: those of torchrun's agent and its store, of an allocator, and of
-#: the launcher's output.
-HARMLESS: Final = {"pt_elastic", "pt_tcpstore_uv", "jemalloc_bg_thd", "output"}
+#: Threads that hold no lock which a fork would need: those of torchrun's agent, of its rendezvous and its store, of an
+#: allocator, and of the launcher's output.
+HARMLESS: Final = {"pt_elastic", "RendezvousKeepAliveTimer_0", "pt_tcpstore_uv", "jemalloc_bg_thd", "output"}
 #: Room in the server's command line and environment for those of its forks.
 ROOM_BYTES: Final = 1 << 14
 _PR_SET_CHILD_SUBREAPER: Final = 36

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import select
@@ -320,6 +321,17 @@ def test_what_has_arrived_is_heard_before_a_death_that_is_noticed_late(
     monkeypatch.setattr(channel, "LAST_WORDS_S", 0.0)
     assert received(inbox) == ready()
     with pytest.raises(PeerDied, match="the peer died"):
+        inbox.receive(SOON_S)
+
+
+def test_an_end_that_leaves_no_words_is_told_at_once(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one's own."""
+    monkeypatch.setattr(channel, "LAST_WORDS_S", math.inf)
+    inbox = network.inbox()
+    reading, writing = os.pipe()
+    inbox.watch_descriptor("stop", reading, last_words_s=0.0)
+    os.close(writing)
+    with pytest.raises(PeerDied, match="stop died"):
         inbox.receive(SOON_S)
 
 

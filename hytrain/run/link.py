@@ -284,7 +284,7 @@ class Link:
 
     def start(self, listener: Listener) -> None:
         """Start the threads. From now on, messages reach `listener`."""
-        self._inbox.watch_descriptor("stop", self._stop_read)
+        self._inbox.watch_descriptor("stop", self._stop_read, last_words_s=0.0)
         for name, run in (("sender", self._send), ("receiver", self._receive)):
             thread = threading.Thread(target=run, args=(listener,), name=THREAD_PREFIX + name, daemon=True)
             thread.start()

@@ -476,7 +476,7 @@ def test_savers_loaders_and_killers_over_shared_folders(tmp_path: Path) -> None:
     with ExitStack() as opened:
         opts = [opened.enter_context(adamw(perceptron(), k=0.0)) for _ in range(3)]
         soak = folders.Soak(tmp_path, [folders.Actor(opt) for opt in opts], random.Random(1))
-        soak.run(turns=200, seconds=DEADLINE_S)
+        soak.run(turns=80, seconds=DEADLINE_S)
     assert soak.wrong == []
     assert all(soak.counts[what] for what in ("save, done", "load, done", "save, killed", "load, killed")), soak.counts
 
