@@ -256,7 +256,8 @@ class Run:
     def gradient(self, known: TrainedParameter, read: Callable[[], None] | None) -> None:
         """Backward reaches a parameter: its gradient is made when the device comes to it."""
         step, expected = self.engine.steps, self.world.by_address[known.address]
-        made = known.parameter.grad = torch.full_like(known.parameter, NEVER)
+        known.parameter.grad = torch.full_like(known.parameter, NEVER)
+        made = known.parameter.grad.detach()  # its memory: the gradient itself is autograd's alone
         self.world.kept.append(made)
 
         def backward() -> None:
