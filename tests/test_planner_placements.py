@@ -256,7 +256,7 @@ def require_a_good_plan(run: Run) -> None:
         slow(Machine(work_s=0.9, cap=75 * GB)),
         Machine(work_s=1.2, cap=25 * GB, others=7 * GB, host=118 * GB, blocks=24),
         # 10 B parameters, of which a token meets 3 B: the CPU has time for a fifth of them
-        Machine(work_s=0.45, cap=139 * GB, others=12 * GB, host=117 * GB, blocks=27, numel=192_000_000),
+        slow(Machine(work_s=0.45, cap=139 * GB, others=12 * GB, host=117 * GB, blocks=27, numel=192_000_000)),
     ],
     ids=["24 GB", "16 GB, a flat loss", "13 GB, slow link", "75 GB", "both memories full", "few FLOPs, many states"],
 )

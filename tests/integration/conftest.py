@@ -85,6 +85,12 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 
 
 @pytest.fixture(scope="session")
+def failing_ranks() -> Iterator[RankGroup]:
+    """Others than `two_ranks`, so that a test in which they end costs no more than their own CPU seconds."""
+    yield from _kept("failing_ranks", RankGroup(2))
+
+
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[RankGroup]:
     """Their optimizers start a run of their own, as under torchrun."""
     yield from _kept("four_ranks", RankGroup(4))

@@ -297,10 +297,10 @@ def test_auto_measures_and_says_what_it_decides(
     """It does not wait for what it measures; here steps are so long that answers come in one."""
     receive = Partner.receive
     monkeypatch.setattr(Partner, "receive", lambda self, job, *, wait=True: receive(self, job))
-    ours = trained("train.cpu_parts=auto", "train.steps=120", "train.lr=1e-3")
+    ours = trained("train.cpu_parts=auto", "train.steps=60", "train.lr=1e-3")
     assert len(told := [line for line in capsys.readouterr().err.splitlines() if "the CPU trains" in line])
     assert "of 4 parts of each batch, since a part takes " in told[0]
-    assert differing(ours, trained("train.steps=120", "train.lr=1e-3")) == []
+    assert differing(ours, trained("train.steps=60", "train.lr=1e-3")) == []
 
 
 def test_what_cannot_start_is_refused(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:

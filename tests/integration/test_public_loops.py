@@ -31,7 +31,7 @@ import hytrain
 from hytrain.errors import UsageError
 from hytrain.optim import Optimizer
 
-WIDTH, BATCH, STEPS, LR = 32, 8, 5, 1e-2
+WIDTH, BATCH, STEPS, LR = 32, 8, 4, 1e-2
 
 Module = nn.Module | Sequence[nn.Module]
 Found = tuple[object, Sequence[nn.Module]]

@@ -51,9 +51,9 @@ def the_same_processes_answer_each_call(group: RankGroup) -> None:
     ids=["raises", "dies"],
 )
 def test_a_rank_that_fails_is_shown_and_spoils_no_later_test(
-    function: Callable[[], None], told: str, two_ranks: RankGroup, monkeypatch: pytest.MonkeyPatch
+    function: Callable[[], None], told: str, failing_ranks: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    the_same_processes_answer_each_call(two_ranks)
+    the_same_processes_answer_each_call(failing_ranks)
     monkeypatch.setattr(ranks, "GRACE_S", 0.5)
     with pytest.raises(RankError, match=told):
-        two_ranks.run(function)
+        failing_ranks.run(function)

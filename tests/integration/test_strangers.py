@@ -88,13 +88,13 @@ def test_messages_of_strangers_change_nothing() -> None:
 
 def test_a_flood_of_junk_changes_nothing_and_fills_no_log() -> None:
     ours, theirs = llama(), llama()
-    expected = train(theirs, Reference(theirs, lr=LR), range(12))
+    expected = train(theirs, Reference(theirs, lr=LR), range(6))
     with adamw(ours, k=0.5) as opt:
         paths = [os.path.join(opt._session._cluster.socket_dir, name) for name in inboxes(opt)]
         with subprocess.Popen([sys.executable, "-c", FLOOD, *paths], stdout=subprocess.PIPE, text=True) as flood:
             try:
                 read_until(flood, "flooding")
-                assert train(ours, opt, range(12)) == expected
+                assert train(ours, opt, range(6)) == expected
             finally:
                 flood.kill()
         opt.synchronize()
