@@ -26,6 +26,7 @@ IMPURE = {"torch", "zmq", "os", "time", "random", "threading", "logging"}
 PURE = (
     "hytrain/planner/*.py",
     "hytrain/run/ownership.py",
+    "hytrain/model/block_life.py",
     "hytrain/model/lifecycle.py",
     "hytrain/step/life.py",
     "hytrain/step/numbers.py",

@@ -22,7 +22,7 @@ from interleaving_world import Violation, World
 from variants import slow
 
 from hytrain.memory.transfer import Transfer
-from hytrain.model.lifecycle import Command, Event, InvalidTransition, LayerLife, State
+from hytrain.model.lifecycle import Event, InvalidTransition, LayerLife, State
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
 from hytrain.step import handover
@@ -91,13 +91,12 @@ def nothing(*arguments: Any, **options: Any) -> None:
     """What should happen does not."""
 
 
-def lawless(real: Any, life: LayerLife, event: Event, step: int) -> Command | None:
+def lawless(real: Any, life: LayerLife, event: Event, step: int) -> None:
     """A layer's life takes whatever comes for what should have come."""
     before = {Event.COPIED: State.LEAVING, Event.WEIGHTS_READY: State.UPDATING, Event.AWAITED: State.LANDING}
     life.state = before.get(event, State.CURRENT)
     life.updated = life.updated if event is Event.FILLED else step
-    command: Command | None = real(life, event, step)
-    return command
+    real(life, event, step)
 
 
 def lands_all_but(stream: str) -> Callable[..., None]:
@@ -268,7 +267,7 @@ def nobody(real: Any, streaming: Streaming, block: Any) -> list[Any]:
 
 
 def keeps_what_is_stale(real: Any, streaming: Streaming, block: Any) -> None:
-    if not block.is_present:
+    if not block.life.is_present:
         real(streaming, block)
 
 

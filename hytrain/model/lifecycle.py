@@ -1,16 +1,14 @@
 """The life of a layer's gradient in the trainer: a pure state machine per layer.
 
-                      ┌────────── the GPU updates: UpdateOnDevice ──────────┐
-                      │                                                     ▼
-    CURRENT ──Filled──┤                                                  CURRENT
-                      └─ the CPU: CopyGradients ───▶ LEAVING ──Copied: SendGradReady─▶ UPDATING
-                                                                                          │
-                   CURRENT ◀──Awaited── LANDING ◀──CopyWeights :WeightsReady──────────────┘
+                      ┌── the GPU updates ──▶ CURRENT
+    CURRENT ──Filled──┤
+                      └── the CPU updates ──▶ LEAVING ──Copied──▶ UPDATING
+                                                                      │
+                   CURRENT ◀──Awaited── LANDING ◀──WeightsReady───────┘
 
 CURRENT: forward may read the weights. LEAVING: gradients are being copied out. UPDATING: the optimizer has them.
 LANDING: the new weights are being copied in, and no reader has waited for them yet. After an update, a layer can be
-read only when it is CURRENT again (I1). The state determines who may access the planes (I2). The engine sends events
-and carries out the commands.
+read only when it is CURRENT again (I1). The state determines who may access the planes (I2).
 """
 
 from __future__ import annotations
@@ -35,24 +33,17 @@ class Event(Enum):
     AWAITED = auto()
 
 
-class Command(Enum):
-    COPY_GRADIENTS = auto()
-    SEND_GRAD_READY = auto()
-    COPY_WEIGHTS = auto()
-    UPDATE_ON_DEVICE = auto()
-
-
 class InvalidTransition(RuntimeError):
     """An event that a layer's state does not allow. The message has the layer's recent events."""
 
 
-#: (who updates, state, event) -> (next state, command)
-TRANSITIONS: Final[dict[tuple[str, State, Event], tuple[State, Command | None]]] = {
-    ("gpu", State.CURRENT, Event.FILLED): (State.CURRENT, Command.UPDATE_ON_DEVICE),
-    ("cpu", State.CURRENT, Event.FILLED): (State.LEAVING, Command.COPY_GRADIENTS),
-    ("cpu", State.LEAVING, Event.COPIED): (State.UPDATING, Command.SEND_GRAD_READY),
-    ("cpu", State.UPDATING, Event.WEIGHTS_READY): (State.LANDING, Command.COPY_WEIGHTS),
-    ("cpu", State.LANDING, Event.AWAITED): (State.CURRENT, None),
+#: (who updates, state, event) -> next state
+TRANSITIONS: Final[dict[tuple[str, State, Event], State]] = {
+    ("gpu", State.CURRENT, Event.FILLED): State.CURRENT,
+    ("cpu", State.CURRENT, Event.FILLED): State.LEAVING,
+    ("cpu", State.LEAVING, Event.COPIED): State.UPDATING,
+    ("cpu", State.UPDATING, Event.WEIGHTS_READY): State.LANDING,
+    ("cpu", State.LANDING, Event.AWAITED): State.CURRENT,
 }
 
 
@@ -71,7 +62,7 @@ class LayerLife:
     def is_current(self) -> bool:
         return self.state is State.CURRENT
 
-    def on(self, event: Event, step: int) -> Command | None:
+    def on(self, event: Event, step: int) -> None:
         """Apply `event` of step `step`. Raises `InvalidTransition`, and changes nothing, if it is not allowed."""
         after = TRANSITIONS.get((self.placement.updates, self.state, event))
         if after is None:
@@ -82,9 +73,8 @@ class LayerLife:
             self.updated = step
         elif step != self.updated:
             raise InvalidTransition(self._tell(f"{event.name} of step {step}, the update is step {self.updated}'s"))
-        self.state, command = after
+        self.state = after
         self._story = [*self._story[1 - self.STORY_LENGTH :], (event, step, self.state)]
-        return command
 
     def place(self, placement: Placement) -> None:
         """Change the layer's placement. Raises `InvalidTransition` during an update (I3)."""

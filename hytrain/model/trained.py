@@ -23,9 +23,10 @@ from hytrain.memory.clock import Stream
 from hytrain.memory.planes import DTYPES, ArenaPlanes, DevicePlanes, Moving, Planes
 from hytrain.memory.transfer import Copy, Fence, Transfer
 from hytrain.model import fsdp, graphs
+from hytrain.model.block_life import BlockLife, Pin
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.layers import ModelLayer
-from hytrain.model.lifecycle import Command, Event, LayerLife, State
+from hytrain.model.lifecycle import Event, LayerLife, State
 from hytrain.model.summed import Sum, summed
 from hytrain.tensors import (
     address,
@@ -258,7 +259,7 @@ class TrainedLayer:
     @property
     def rests_on_host(self) -> bool:
         """Whether its weights are streamed now."""
-        return self.streamed is not None and self.streamed.streams
+        return self.streamed is not None and self.streamed.life.is_offloaded
 
     @property
     def keeps_weights(self) -> bool:
@@ -273,7 +274,7 @@ class TrainedLayer:
     @property
     def is_away(self) -> bool:
         """Whether its current weights are in host memory alone."""
-        return self.streamed is not None and self.streamed.is_away
+        return self.streamed is not None and self.streamed.life.is_away
 
     @property
     def is_arriving(self) -> bool:
@@ -301,10 +302,10 @@ class TrainedLayer:
         autograd then raises if this backward still reads a saved weight (as with `W` and `W.detach()` in one graph).
         """
         self.sent = tuple(s.owner.count if index in self.filled else 0 for index, s in enumerate(self.segments))
-        command = self.life.on(Event.FILLED, step)
+        self.life.on(Event.FILLED, step)
         gradients, self.filled, self.landing, self.source = self.filled, {}, None, None
         self.streams.clear()
-        if command is Command.UPDATE_ON_DEVICE:
+        if self.life.placement.updates == "gpu":
             return gradients, None
         if not awaits_verdict:
             count_write([segment.weights for segment, count in zip(self.segments, self.sent, strict=True) if count])
@@ -368,56 +369,31 @@ class StreamedBlock:
     A parameter keeps its identity, its shape and its storage object. Only the storage's memory comes and goes, so what
     autograd has saved of a weight is there again when backward needs it.
 
-    `is_to_stream`: the plan wants its weights to rest in host memory. `streams`: they do; not while the GPU owns one of
-    its layers. `is_present`: its parameters have memory on the GPU. `is_stale`: an update on the host has begun since
-    they came. `is_busy`: its forward runs, or its backward, up to its last gradient. `is_used`: somebody else has used
-    a parameter. `is_known`: it has been seen to be no CUDA graph. `users`: how many operations outside of its forward
-    are using one right now. `is_held`: a graph of this step may need it. `is_kept`: it stays, as it is read where
-    nobody sees it. `is_put_off`: a visit updates it after backward, and it stays for the forward after that.
-    `is_pooled`: its memory is of the pool of fetched weights, not where the user has allocated it. `is_touched`: this
-    step has used it. `arrival`: the copy that brought it; `measured`: the last such copy that the meter got, and
-    `measured_in`: in which step; `leaving`: copies out of it; `computed`: where computations with it ended, on each
-    stream.
+    `life`: where its weights are; `Streaming` alone changes it. `is_pooled`: its memory is of the pool of fetched
+    weights, not where the user has allocated it. `arrival`: the copy that brought it; `leaving`: copies out of it;
+    `computed`: where computations with it ended, on each stream.
     """
 
     gate: Gate
     parameters: list[TrainedParameter]
-    is_to_stream: bool = True
-    streams: bool = False
-    is_present: bool = True
-    is_stale: bool = False
-    is_busy: bool = False
-    is_used: bool = False
-    is_known: bool = False
-    users: int = 0
-    is_held: bool = False
-    is_kept: bool = False
-    is_put_off: bool = False
+    life: BlockLife = field(default_factory=BlockLife)
     is_pooled: bool = False
-    is_touched: bool = False
     arrival: Transfer | None = None
-    measured: Transfer | None = None
-    measured_in: int = -1
     leaving: list[Transfer] = field(default_factory=list)
     computed: dict[Stream, Fence] = field(default_factory=dict)
+    nbytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(known.own.nbytes for known in self.parameters)
 
     @property
     def layers(self) -> list[TrainedLayer]:
         return self.gate.layers
 
     @property
-    def nbytes(self) -> int:
-        return sum(known.own.nbytes for known in self.parameters)
-
-    @property
-    def rests_on_host(self) -> bool:
+    def state_rests_on_host(self) -> bool:
         """Whether the state of all its layers is in host memory, where weights can be, too."""
         return all(isinstance(layer.planes, ArenaPlanes) for layer in self.layers)
-
-    @property
-    def is_away(self) -> bool:
-        """Whether its current weights are in host memory alone."""
-        return self.streams and (not self.is_present or self.is_stale)
 
     @property
     def is_current_on_host(self) -> bool:
@@ -427,9 +403,7 @@ class StreamedBlock:
     @property
     def may_leave(self) -> bool:
         """Whether nobody needs its memory on the GPU now, and nobody else can have a view of it."""
-        if not (self.streams and self.is_present) or self.is_busy or self.users:
-            return False
-        if self.is_held or self.is_kept or self.is_put_off:
+        if not self.life.may_leave(is_shared=False):
             return False
         is_arriving = any(layer.is_arriving for layer in self.layers)  # its own writes are being counted right now
         if any((known.was_written() and not is_arriving) or not known.is_in_place for known in self.parameters):
@@ -438,7 +412,7 @@ class StreamedBlock:
             return False  # others have given it another one
         if not self.is_pooled and not all(copy.has_ended for copy in self.copies_out):
             return False  # whoever gets its memory next does not wait for them
-        return not (self.is_used and self.is_aliased)
+        return Pin.VIEWED not in self.life.pins or not self.is_aliased
 
     @property
     def is_aliased(self) -> bool:

@@ -199,8 +199,7 @@ class Backward:
             else:
                 update()
             return
-        if layer.streamed is not None and layer.rests_on_host:
-            layer.streamed.is_stale = True
+        self._streaming.begin_update(layer)
         norm = self._verdicts.norm_so_far(layer) if awaited else None
         leaving = self._transfers.gradients_out(copies if norm is None else [*copies, norm.copy])
         self._meter.span("d2h_s", layer.lid, step, leaving.span)
@@ -211,10 +210,10 @@ class Backward:
         if layer.lid not in self._put_off or layer.life.placement is not VISIT:
             return False
         block = layer.streamed if layer.rests_on_host else None
-        weights_bytes = 0 if block is None or block.is_put_off else block.nbytes
+        weights_bytes = 0 if block is None or self._streaming.is_put_off(block) else block.nbytes
         puts_off = self._visits.puts_off(sum(gradient.nbytes for gradient in gradients), weights_bytes)
-        if block is not None:
-            block.is_put_off = block.is_put_off or puts_off
+        if block is not None and puts_off:
+            self._streaming.put_off(block)
         return puts_off
 
     def _update_on_device(

@@ -302,7 +302,7 @@ class Handover:
             for layer in self._layers
             if layer.life.placement.state == "host"
             and move.plan.placement(layer.lid).state == "gpu"
-            and (layer.streamed is not None and layer.streamed.is_to_stream)
+            and (layer.streamed is not None and layer.streamed.life.planned)
         }
         self._streaming.plan(stays | set(move.plan.streamed))
         with self._lock:
@@ -390,7 +390,6 @@ class Handover:
             return
         if before.state == "host":
             layer.came = step
-        if before.state == "host":
             self._link.post("optimizer", GiveUp(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
         layer.source = None
         if now is VISIT and after is not None:

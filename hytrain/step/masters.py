@@ -182,10 +182,10 @@ class Masters:
                     )
             for known in moved:
                 for layer, _ in known.places:
-                    if layer.streamed is not None:  # what it had goes to whoever gets it, and what it has is not ours
-                        self._streaming.leave_to_others(layer.streamed, [known.own])
-                        layer.streamed.is_pooled = False
+                    if layer.streamed is not None:
+                        self._streaming.replace(layer.streamed, [known.own])
                 known.follow()
+            self._streaming.note_storages()
 
     def _import(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
         """Make the values of `parameters` the masters: exactly, or with the remainders that belong to them."""

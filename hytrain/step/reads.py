@@ -29,9 +29,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hytrain.errors import HyTrainError, StaleReadError, UsageError
 from hytrain.memory.clock import Mark, Stream
-from hytrain.memory.transfer import Transfers
+from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model import graphs
+from hytrain.model.block_life import Pin
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.trained import Gate, StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
@@ -97,6 +98,8 @@ class Reads:
         self._streaming, self._visits, self._activations = streaming, visits, activations
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
         self._pack: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+        self._no_graphs = set[StreamedBlock]()  # that have been seen to be no CUDA graphs
+        self._measured: dict[StreamedBlock, tuple[Transfer, int]] = {}  # the last copy that the meter got, its step
         self._saving: dict[Gate, list[saved_tensors_hooks]] = {}  # of streamed modules that run forward, and the root
         self.is_traced = False  # and so read by TorchScript, which calls none of this
         self._copies: list[tuple[weakref.ref[Tensor], int, str]] = []  # made by `away`, with their versions and names
@@ -209,12 +212,13 @@ class Reads:
             return
         if saving := self._saving.get(gate):
             saving.pop().__exit__()
-        if block.streams and not block.is_known and torch.is_grad_enabled():
+        if block.life.is_offloaded and block not in self._no_graphs and torch.is_grad_enabled():
             made = [tensor for tensor in _tensors_in(output) if tensor.grad_fn is not None]
             if graphs.replays(made, [known.parameter for known in gate.parameters]):
                 raise UsageError(_REPLAYED.format(gate.parameters[0].name))
-            block.is_known = bool(made)
-        if not block.streams or in_backward():
+            if made:
+                self._no_graphs.add(block)
+        if not block.life.is_offloaded or in_backward():
             return
         if torch.is_grad_enabled():
             again = _EnterBeforeBackward(self, gate)
@@ -222,13 +226,13 @@ class Reads:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(again)
                 if self._streaming.block_of(tensor) is block:
-                    block.is_used = True  # a view of its own weights
+                    self._streaming.note_view(block)
         self._streaming.leave(block)
 
     def _begin_saving(self, gate: Gate) -> None:
         """The module's forward begins: what autograd saves of its weights is fetched when backward unpacks it."""
         block = gate.streamed
-        if block is not None and block.streams and self._may_save_with_hooks():
+        if block is not None and block.life.is_offloaded and self._may_save_with_hooks():
             self._save_with_hooks(gate)
 
     @staticmethod
@@ -261,14 +265,15 @@ class Reads:
         """A block computes: wait for its weights, if they are streamed, and measure one copy per step."""
         block, step = gate.streamed, self._health.life.step
         assert block is not None, "the gate of a block"
-        waits = inside and block.streams and not block.is_busy
+        waits = inside and block.life.is_offloaded and Pin.COMPUTES not in block.life.pins
         arrived = self._meter.mark() if waits else None
         self._streaming.enter(block, inside)
         if waits:
             self._meter.fetched(block.layers[0].lid, arrived)
-        arrival = block.arrival if block.streams and self._measures(gate) else None
-        if arrival is not None and arrival is not block.measured and block.measured_in < step:
-            block.measured, block.measured_in = arrival, step
+        arrival = block.arrival if block.life.is_offloaded and self._measures(gate) else None
+        measured, measured_in = self._measured.get(block, (None, -1))
+        if arrival is not None and arrival is not measured and measured_in < step:
+            self._measured[block] = arrival, step
             self._meter.span("h2d_s", _lids(gate), step, arrival.span)
 
     def use(self, tensor: Tensor) -> None:
@@ -323,22 +328,15 @@ class Reads:
         """A context for an operation on a parameter that is used outside of its module's forward."""
         known = self._of.get(id(tensor))
         block = None if known is None or not known.places else known.places[0][0].streamed
-        if block is None or not block.streams:
+        if block is None or not block.life.is_offloaded:
             return nullcontext()
         return self._during_use(block)
 
     @contextmanager
     def _during_use(self, block: StreamedBlock) -> Iterator[None]:
-        block.users += 1  # others that the operation uses may need room
-        try:
-            if torch.is_grad_enabled() and not saves_with_other_hooks():
-                with self._saving_hooks():
-                    yield
-            else:
-                yield
-        finally:
-            block.users -= 1
-            self._streaming.note_use(block)  # perhaps on a stream of the user's own
+        saves = torch.is_grad_enabled() and not saves_with_other_hooks()
+        with self._streaming.using(block), self._saving_hooks() if saves else nullcontext():
+            yield
 
     def _may_use(self, known: TrainedParameter) -> bool:
         """Whether a parameter can be used now; False while an error is handled. Raises what `use` does."""
@@ -522,8 +520,8 @@ def _packing(
             return saved.tensor
         if (reads := me()) is not None:
             reads.enter_backward(saved.gate)
-        if torch.is_grad_enabled() and saved.gate.streamed is not None:
-            saved.gate.streamed.is_held = True  # `create_graph`: what this backward saves is not seen
+            if torch.is_grad_enabled() and saved.gate.streamed is not None:
+                reads._streaming.hold(saved.gate.streamed)  # `create_graph`: what this backward saves is not seen
         if not has_memory(saved.tensor):
             raise UsageError(f"layer {saved.gate.layers[0].name} is used again after its update has begun")
         return saved.tensor

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from hytrain.errors import HyTrainError
 from hytrain.memory.transfer import Fence, Transfers
+from hytrain.model.block_life import Event, Pin, State
 from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.tensors import has_memory, storage_of, untraced
@@ -58,6 +60,8 @@ class Streaming:
         ways = [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
         self._next: dict[Place, Place] = dict(zip(ways, ways[1:] + ways[:1], strict=True))
         self._last: Place | None = None
+        self._here = dict[StreamedBlock, None]()  # those that rest in host memory and are on the GPU, too
+        self._touched = set[StreamedBlock]()  # by this step
         self._computing: deque[StreamedBlock] = deque(maxlen=2)  # in backward: a node may need weights of two
         self._of_storage: dict[int, StreamedBlock] = {}
         self._ended: HyTrainError | None = None
@@ -87,104 +91,158 @@ class Streaming:
         self._transfers.drain()
         for block in self._blocks:
             self._begin_streaming(block)
-            block.is_present = all(has_memory(known.own) for known in block.parameters)
-        self._note_storages()
+            if block.life.is_offloaded and not all(has_memory(known.own) for known in block.parameters):
+                self._on(block, Event.FREE)
+        self.note_storages()
         self._make_room((self._blocks[0], False))
 
     def enter(self, block: StreamedBlock, inside_backward: bool) -> None:
         """The block is about to compute on the current stream. Its updates have been waited for."""
+        life = block.life
         if not inside_backward:
             self._follow_plan(block)
-            block.is_put_off = False
-        if not block.streams:
+            life.unpin(Pin.VISIT)
+        if not life.is_offloaded:
             return
         here = block, inside_backward
         if self._last is not None and self._last != here:
             self._next[self._last] = here
+        elif inside_backward and self._last == here and Pin.COMPUTES in life.pins and life.state is State.HERE:
+            self._land(block)  # on another stream, perhaps
+            return
         self._last = here
         if inside_backward:
             self._compute(block)
         else:
-            block.is_used = block.is_used and block.is_aliased  # before its own forward makes views
+            self._forget_views(block)  # before its own forward makes some
         self._bring(block)
-        block.is_busy = True
+        life.pin(Pin.COMPUTES)
         self._look_ahead(here)
         self._land(block)
 
     def plan(self, streamed: Set[int]) -> None:
         """From each block's next forward on, the weights of these layers are to rest in host memory."""
         for block in self._blocks:
-            block.is_to_stream = all(layer.lid in streamed for layer in block.layers)
+            block.life.planned = all(layer.lid in streamed for layer in block.layers)
 
     def _follow_plan(self, block: StreamedBlock) -> None:
         """A block begins to be streamed when a step first uses it: no graph of the step has saved its weights yet."""
-        is_first, block.is_touched = not block.is_touched, True
-        if block.is_to_stream and not block.streams:
+        is_first = block not in self._touched
+        self._touched.add(block)
+        life = block.life
+        if life.planned and not life.is_offloaded:
             if is_first and all(layer.life.is_current for layer in block.layers):
                 self._begin_streaming(block)
-        elif block.streams and not block.is_to_stream:
+        elif life.is_offloaded and not life.planned:
             try:
-                if block.is_away:
+                if life.is_away:
                     self._fetch(block)
             except torch.OutOfMemoryError:
                 return  # it is streamed for as long as there is no room
             self._land(block)
-            block.streams = False
+            self._on(block, Event.SETTLE)
 
     def _begin_streaming(self, block: StreamedBlock) -> None:
         """Let it leave, if its layers' state is in host memory. All of its updates were waited for."""
-        block.streams, block.is_used = block.is_to_stream and block.rests_on_host, block.is_aliased
+        if block.life.planned and block.state_rests_on_host:
+            self._on(block, Event.OFFLOAD)
+            block.life.pin(Pin.VIEWED)
+            self._forget_views(block)
+
+    def _on(self, block: StreamedBlock, event: Event) -> None:
+        block.life.on(event)
+        if block.life.state in (State.HERE, State.STALE):
+            self._here[block] = None
+        else:
+            self._here.pop(block, None)
+
+    @staticmethod
+    def _forget_views(block: StreamedBlock) -> None:
+        """Whoever has used its weights did so without keeping a view."""
+        if Pin.VIEWED in block.life.pins and not block.is_aliased:
+            block.life.unpin(Pin.VIEWED)
 
     def _compute(self, block: StreamedBlock) -> None:
         """Backward computes with the block. One before the last one has been computed with: it comes again if not."""
         if block not in self._computing:
             if len(self._computing) == self._computing.maxlen:
-                self._computing[0].is_busy = False
+                self._computing[0].life.unpin(Pin.COMPUTES)
             self._computing.append(block)
 
     def leave(self, block: StreamedBlock) -> None:
         """The block's forward has ended. Backward enters it again."""
-        if block.streams:
+        if block.life.is_offloaded:
             self._rest(block, inside_backward=False)
 
     def had_gradient(self, parameter: TrainedParameter) -> None:
         """A parameter's gradient of this backward was taken. After the last one, the block has computed."""
         block = self._block_of.get(id(parameter))
-        if block is not None and block.streams:
+        if block is not None and block.life.is_offloaded:
             if all(known.backward == parameter.backward for known in block.parameters):
                 self._rest(block, inside_backward=True)
 
     def end_backward(self) -> None:
         """Some blocks may lack gradients."""
         self._computing.clear()
-        for block in self._blocks:
-            block.is_busy = False
+        for block in self._here:
+            block.life.unpin(Pin.COMPUTES)
 
     def end_step(self) -> None:
         """What else has used weights has ended by now, unless it keeps a view of them."""
-        for block in self._blocks:
-            block.is_used, block.is_held = block.is_used and block.is_aliased, False
-            block.is_put_off, block.is_touched = block.is_put_off and block.is_touched, False
-        streamed = [block for block in self._blocks if block.streams]
+        for block in self._here:
+            self._forget_views(block)
+            block.life.unpin(Pin.GRAPH if block in self._touched else Pin.GRAPH | Pin.VISIT)
+        self._touched.clear()
+        streamed = [block for block in self._blocks if block.life.is_offloaded]
         visits = any(layer.life.placement is VISIT for block in streamed for layer in block.layers)
         outside = max(0, sum(block.nbytes for block in streamed) - self._window_bytes)
         self.for_visits_bytes = min(self._wider_by_bytes, outside) if visits else 0
-        self._note_storages()
 
-    def _note_storages(self) -> None:
+    def note_storages(self) -> None:
         self._of_storage = {storage_of(known.own): block for block in self._blocks for known in block.parameters}
 
     def use(self, layer: TrainedLayer) -> None:
         """Somebody else uses the layer's weights on the current stream, and may keep a view of them."""
         block = layer.streamed
-        if block is not None and not block.streams:
+        if block is not None and not block.life.is_offloaded:
             self._follow_plan(block)
-        if block is not None and block.streams:
-            block.is_used, block.is_put_off = True, False
-            if not block.is_present:
-                self._free(other for other in self._blocks if other is not block)
+        if block is not None and block.life.is_offloaded:
+            block.life.pin(Pin.VIEWED)
+            block.life.unpin(Pin.VISIT)
+            if not block.life.is_present:
+                self._free(other for other in list(self._here) if other is not block)
             self._bring(block)
             self._land(block)
+
+    @contextmanager
+    def using(self, block: StreamedBlock) -> Iterator[None]:
+        """An operation outside of its forward uses a weight of the block: others of it may need room meanwhile."""
+        block.life.begin_use()
+        try:
+            yield
+        finally:
+            block.life.end_use()
+            self.note_use(block)  # perhaps on a stream of the user's own
+
+    def note_view(self, block: StreamedBlock) -> None:
+        """Somebody has got a view of its weights."""
+        block.life.pin(Pin.VIEWED)
+
+    def hold(self, block: StreamedBlock) -> None:
+        """A graph may need it until the step ends."""
+        block.life.pin(Pin.GRAPH)
+
+    def begin_update(self, layer: TrainedLayer) -> None:
+        """The CPU is about to update the layer in host memory."""
+        if layer.streamed is not None and layer.rests_on_host:
+            self._on(layer.streamed, Event.UPDATE)
+
+    def is_put_off(self, block: StreamedBlock) -> bool:
+        """Whether it stays for a visit after backward."""
+        return Pin.VISIT in block.life.pins
+
+    def put_off(self, block: StreamedBlock) -> None:
+        block.life.pin(Pin.VISIT)
 
     def end_in_child(self, error: HyTrainError) -> None:
         """In a forked child, what is in host memory is the parent's."""
@@ -198,7 +256,7 @@ class Streaming:
     def refresh_views(self) -> None:
         """Views that others have of weights show their values, on the host. All updates have been waited for."""
         for block in self._blocks:
-            if block.is_present and block.is_away and block.is_aliased:
+            if block.life.state is State.STALE and block.is_aliased:
                 self._bring(block)
                 if block.arrival is not None:
                     block.arrival.synchronize()
@@ -206,13 +264,13 @@ class Streaming:
     def keep(self, layer: TrainedLayer) -> None:
         """The layer is read where nobody sees it: its block stays on the GPU from now on."""
         if layer.streamed is not None:
-            layer.streamed.is_kept = True
+            layer.streamed.life.pin(Pin.HIDDEN)
 
     def before_update(self, layer: TrainedLayer) -> None:
         """The GPU is about to update the layer, perhaps long after its backward."""
         block = layer.streamed
-        if block is not None and block.streams:
-            if not block.is_present:
+        if block is not None and block.life.is_offloaded:
+            if not block.life.is_present:
                 self._make_room((block, False))
                 self._bring(block)
             self._land(block)  # it may have been fetched ahead
@@ -221,17 +279,17 @@ class Streaming:
         """The GPU takes over a layer, so the block stays. All of its updates have been waited for."""
         self._bring(block)
         self._land(block)
-        block.streams = False
+        self._on(block, Event.SETTLE)
 
     @property
     def is_whole(self) -> bool:
         """Whether all weights are on the GPU."""
-        return all(block.is_present and not block.is_stale for block in self._blocks)
+        return not any(block.life.is_away for block in self._blocks)
 
     def restore(self) -> None:
         """Bring all weights to the GPU for good. What has no room there stays in host memory."""
         for block in self._blocks:
-            if block.is_away:
+            if block.life.is_away:
                 try:
                     self._fetch(block)
                 except torch.OutOfMemoryError:
@@ -240,7 +298,7 @@ class Streaming:
                             if not known.is_gone:
                                 known.parameter.data = known.values().clone()
                     _log.warning("the weights of layer %s stay in host memory: the GPU is full", block.layers[0].name)
-            block.streams = False
+            self._on(block, Event.END)
             self._transfers.keep_for(None, [known.own for known in block.parameters])  # whoever frees it, and when
         if self._blocks:
             self._transfers.drain()
@@ -248,7 +306,7 @@ class Streaming:
     # ------------------------------------------------------------ memory
 
     def _rest(self, block: StreamedBlock, *, inside_backward: bool) -> None:
-        block.is_busy = False
+        block.life.unpin(Pin.COMPUTES)
         if block in self._computing:
             self._computing.remove(block)
         self.note_use(block)
@@ -257,7 +315,7 @@ class Streaming:
     def _look_ahead(self, place: Place) -> None:
         """Free what will not be needed soon, then fetch what will be, as far as it is current in host memory."""
         for block in self._make_room(place):
-            if block.streams and (not block.is_present or block.is_stale) and not block.is_busy:
+            if block.life.is_away and Pin.COMPUTES not in block.life.pins:
                 if not block.is_current_on_host:
                     return
                 try:
@@ -267,15 +325,16 @@ class Streaming:
 
     def _make_room(self, place: Place) -> list[StreamedBlock]:
         """Free all blocks but those that are needed from `place` on, which are returned in their order."""
-        soon = dict[StreamedBlock, None]()
+        soon, room = dict[StreamedBlock, None](), self._window_bytes + self.for_visits_bytes
         for _ in self._next:
-            if place[0].streams:
-                soon[place[0]] = None
-            if sum(block.nbytes for block in soon) > self._window_bytes + self.for_visits_bytes:
-                soon.popitem()
-                break
+            block = place[0]
+            if block.life.is_offloaded and block not in soon:
+                if block.nbytes > room:
+                    break
+                soon[block] = None
+                room -= block.nbytes
             place = self._next[place]
-        self._free(block for block in self._blocks if block not in soon)
+        self._free(block for block in list(self._here) if block not in soon)
         return list(soon)
 
     @untraced()
@@ -287,8 +346,13 @@ class Streaming:
                 own = [known.own for known in block.parameters]
                 if not block.is_pooled:
                     self.leave_to_others(block, own)
-                block.is_present = False
+                self._on(block, Event.FREE)
                 self._transfers.free(own, after=self._users(block))
+
+    def replace(self, block: StreamedBlock, tensors: Sequence[Tensor]) -> None:
+        """These weights of it get other memory, of the user's: what they had goes to whoever gets it."""
+        self.leave_to_others(block, tensors)
+        block.is_pooled = False
 
     def leave_to_others(self, block: StreamedBlock, tensors: Sequence[Tensor]) -> None:
         """Their memory is about to be freed for anyone, not for fetched weights: not before its users have ended."""
@@ -310,16 +374,16 @@ class Streaming:
         block.computed[self._transfers.stream()] = self._transfers.fence()
 
     def _bring(self, block: StreamedBlock) -> None:
-        if block.is_present and not block.is_stale:
+        if not block.life.is_away:
             return
         try:
             self._fetch(block)
         except torch.OutOfMemoryError:
             if any(known.was_written() for other in self._blocks for known in other.parameters):
                 self._import_written()  # into host memory, so that their blocks may leave
-            for other in self._blocks:
-                other.is_put_off = False  # it is fetched again
-            self._free(other for other in self._blocks if other is not block)
+            for other in self._here:
+                other.life.unpin(Pin.VISIT)  # it is fetched again
+            self._free(other for other in list(self._here) if other is not block)
             self._fetch(block)
 
     @untraced()
@@ -328,11 +392,12 @@ class Streaming:
         if self._ended is not None:
             raise self._ended
         is_current = block.is_current_on_host  # before the copies begin
-        users = self._users(block) if block.is_present else []  # whoever reads the old weights comes first
-        freed = [] if block.is_present else [known.own for known in block.parameters]
+        is_present = block.life.is_present
+        users = self._users(block) if is_present else []  # whoever reads the old weights comes first
+        freed = [] if is_present else [known.own for known in block.parameters]
         block.arrival = self._transfers.stream_in(freed, block.incoming(), after=users)
         block.is_pooled = block.is_pooled or bool(freed)
-        block.is_present, block.is_stale = True, not is_current
+        self._on(block, Event.FETCH if is_current else Event.FETCH_EARLY)
 
     def _land(self, block: StreamedBlock) -> None:
         if block.arrival is not None:

@@ -22,6 +22,7 @@ from hytrain.errors import CapacityError, ConfigError, UsageError
 from hytrain.memory import transfer
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.visits import Visits
+from hytrain.model.block_life import Pin
 from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step import backward, streaming
@@ -106,7 +107,9 @@ def test_weights_whose_visit_is_put_off_stay_until_forward(monkeypatch: pytest.M
 
         def put_off() -> list[int]:
             return [
-                lid for lid, layer in enumerate(opt._session.layers) if layer.streamed and layer.streamed.is_put_off
+                lid
+                for lid, layer in enumerate(opt._session.layers)
+                if layer.streamed and Pin.VISIT in layer.streamed.life.pins
             ]
 
         train(model, opt, range(3), square_loss)
