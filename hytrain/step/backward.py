@@ -27,6 +27,7 @@ from hytrain.memory.visits import Visit, Visits
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.summed import summed
 from hytrain.model.trained import TrainedLayer, TrainedParameter
+from hytrain.model.watched import unwatched
 from hytrain.run.link import Draft, Link
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.boundary import Boundary
@@ -332,10 +333,11 @@ class Backward:
         """
         life = self._health.life
         self._task, later, self._summed_later = None, self._summed_later, {}
-        for parameter in later:
-            self.on_gradient(parameter)
-        if life.state is State.COMMITTING:
-            self._complete(keep=by_step)
+        with unwatched():
+            for parameter in later:
+                self.on_gradient(parameter)
+            if life.state is State.COMMITTING:
+                self._complete(keep=by_step)
         self._kept = [(parameter, gradient, version(gradient)) for parameter, gradient, _ in self._kept]
         self._streaming.end_backward()
         life.on(Event.END)  # last, so that an exception above counts as one in backward

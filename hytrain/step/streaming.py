@@ -337,17 +337,17 @@ class Streaming:
         self._free(block for block in list(self._here) if block not in soon)
         return list(soon)
 
-    @untraced()
     def _free(self, blocks: Iterable[StreamedBlock]) -> None:
         """Free those that may leave."""
         for block in blocks:
             if block.may_leave:
-                self._before_free(block)
-                own = [known.own for known in block.parameters]
-                if not block.is_pooled:
-                    self.leave_to_others(block, own)
-                self._on(block, Event.FREE)
-                self._transfers.free(own, after=self._users(block))
+                with untraced():
+                    self._before_free(block)
+                    own = [known.own for known in block.parameters]
+                    if not block.is_pooled:
+                        self.leave_to_others(block, own)
+                    self._on(block, Event.FREE)
+                    self._transfers.free(own, after=self._users(block))
 
     def replace(self, block: StreamedBlock, tensors: Sequence[Tensor]) -> None:
         """These weights of it get other memory, of the user's: what they had goes to whoever gets it."""
