@@ -154,6 +154,11 @@ def saves_with_other_hooks() -> bool:
     return not is_enabled() or top(False) is not None
 
 
+def same_address(one: Tensor, other: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return local(one).data_ptr() == local(other).data_ptr()
+
+
 def has_memory(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() > 0
 

@@ -40,6 +40,7 @@ from hytrain.tensors import (
     laid_out,
     local,
     local_like,
+    same_address,
     shaped,
     version,
     with_memory,
@@ -130,7 +131,7 @@ class TrainedParameter:
     def is_in_place(self) -> bool:
         """Whether the parameter still has the storage that HyTrain writes, which `share_memory_()` may have moved."""
         parameter = self._parameter()
-        return parameter is None or address(parameter) == address(self.own)
+        return parameter is None or same_address(parameter, self.own)
 
     def follow(self) -> None:
         """Train the parameter in the storage that it has now. For autograd this is no write."""
@@ -170,7 +171,8 @@ class TrainedParameter:
     @property
     def has_gradient(self) -> bool:
         """Whether `p.grad` has a gradient that no update has consumed."""
-        return self.parameter.grad is not None and self.parameter.grad is not self.consumed
+        gradient = self.parameter.grad
+        return gradient is not None and gradient is not self.consumed
 
     def gradient(self) -> Tensor:
         """This rank's part of the gradient, shape (numel,), in the parameter's storage order."""

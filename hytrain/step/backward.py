@@ -160,7 +160,8 @@ class Backward:
         if not parameter.is_in_place:
             health.refuse(f"the storage of {parameter.name} was replaced in the middle of a backward")
         stream = self._transfers.stream()
-        if (total := self._accumulation.take(parameter)) is None:
+        total = None if parameter.sum is None else self._accumulation.take(parameter)
+        if total is None:
             total = self._copy_kept(parameter)
         full = parameter.fill(total, life.step, stream)
         tensor.grad = parameter.consumed
