@@ -55,6 +55,7 @@ class ArenaPlanes:
             file.close()
             raise
         self._all: Mapping | None = None
+        self._parts: dict[tuple[str, int], Tensor | None] = {}  # views of it, by bank and segment
         self._mapping_all = threading.Lock()  # a handover maps on its own thread
         self._state_is_pinned = False
         self._pinning = threading.Lock()  # the same
@@ -84,7 +85,10 @@ class ArenaPlanes:
 
     def part(self, plane: str, index: int) -> Tensor | None:
         """One segment of a state plane."""
-        return self._view(self._whole(), self._file.layout.handles[bank_plane(plane, self.banks[index])][index])
+        bank = bank_plane(plane, self.banks[index])
+        if (bank, index) not in self._parts:
+            self._parts[bank, index] = self._view(self._whole(), self._file.layout.handles[bank][index])
+        return self._parts[bank, index]
 
     def hold_gradients(self, *, gently: bool = True) -> None:
         """Give `grads` memory, and pin it. Raises `CapacityError` if that cannot be."""
@@ -142,6 +146,7 @@ class ArenaPlanes:
         So what is left of training has room in host memory.
         """
         self.unpin_state()
+        self._parts.clear()
         whole, self._all = self._all, None
         if whole is None or whole.release():
             start = self._file.layout.shared_nbytes
@@ -154,6 +159,7 @@ class ArenaPlanes:
         self._transfers.unpin(*self._weights_range())
         if self._holds_gradients:
             self._transfers.unpin(*self._grads_range())
+        self._parts.clear()
         self._shared = self._all = None
         self.grads, self._weights, self.banks = [], [], ()
         self._file.close()
