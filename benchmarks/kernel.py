@@ -39,9 +39,8 @@ from hytrain.kernels.scalars import scalars
 from hytrain.memory.arena import HostArena
 from protocol.handles import BANKED_PLANES, DTYPE_BYTES, PLANES, bank_plane, layout
 from protocol.messages import Layer, Segment
-from protocol.rules import MOMENTS, AdamWHyper
+from protocol.rules import MOMENTS, TILE_NUMEL, AdamWHyper
 from workers import affinity
-from workers.update_queue import TILE_NUMEL
 
 MI: Final = 1 << 20
 SWEPT_TILES: Final = (MI, 4 * MI, 16 * MI, 64 * MI)

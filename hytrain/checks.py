@@ -20,10 +20,9 @@ from hytrain.kernels import choice as backends
 from hytrain.kernels.torch_backend import vectors
 from hytrain.model.blueprint import blueprints_of
 from hytrain.model.layers import find_blocks
-from hytrain.planner.policies import POLICIES
 from hytrain.run.ranks import Ranks
 from protocol.handles import Precision
-from protocol.messages import MASTER_DTYPES, OBJECTIVES, STATE_DTYPES
+from protocol.messages import MASTER_DTYPES, OBJECTIVES, POLICIES, STATE_DTYPES
 from protocol.rules import Hyper
 
 

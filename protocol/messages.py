@@ -40,6 +40,8 @@ FLOAT_MODES = 16
 #: So many records are in an answer at most.
 HISTORY_POINTS = 1000
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
+#: How the coordinator decides which layers are updated where.
+POLICIES = ("fixed", "cotrain", "balance", "deadline", "random")
 #: The most steps of a timeline that a monitor asks for.
 MAX_TRACED_STEPS = 1000
 _KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")

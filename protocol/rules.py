@@ -19,6 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+#: Elements that the optimizer process updates at a time: then it looks whether another layer is more urgent.
+TILE_NUMEL: Final = 1 << 24
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hyper:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import kernel
 from hytrain.kernels.choice import load
-from workers.update_queue import TILE_NUMEL
+from protocol.rules import TILE_NUMEL
 
 ROOT = Path(__file__).resolve().parent.parent
 

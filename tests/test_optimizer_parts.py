@@ -20,10 +20,10 @@ from hytrain.run.trace import TraceWriter
 from protocol.address import Address
 from protocol.handles import layout
 from protocol.messages import CpuUpdate, Layer, Segment
+from protocol.rules import TILE_NUMEL
 from workers import arenas as memory
 from workers import update_rate
 from workers.arenas import Arenas, SegmentPlanes
-from workers.update_queue import TILE_NUMEL
 from workers.update_rate import seconds_per_parameter
 from workers.work_log import Progress
 

@@ -260,10 +260,10 @@ def test_a_missing_extra_is_one_sentence(module: str, missing: str, extra: str, 
 @pytest.mark.parametrize(
     ("overrides", "ranks", "expected"),
     [
-        ([], 4, (1, 1, 4, 1)),
-        (["parallel.data_shard=-1", "parallel.tensor=2"], 8, (1, 1, 4, 2)),
-        (["parallel.data_replicate=2", "parallel.data_shard=2"], 4, (1, 2, 2, 1)),
-        (["parallel.tensor=2", "parallel.data_shard=1"], 2, (1, 1, 1, 2)),
+        ([], 4, (1, 4, 1)),
+        (["parallel.data_shard=-1", "parallel.tensor=2"], 8, (1, 4, 2)),
+        (["parallel.data_replicate=2", "parallel.data_shard=2"], 4, (2, 2, 1)),
+        (["parallel.tensor=2", "parallel.data_shard=1"], 2, (1, 1, 2)),
     ],
 )
 def test_the_mesh_of_a_job(recipe_file: Path, overrides: list[str], ranks: int, expected: tuple[int, ...]) -> None:

@@ -704,8 +704,8 @@ class Planning:
         return []
 
     def _set_policy(self, value: str) -> list[Command]:
-        if value not in planner.POLICIES:
-            raise ValueError(f"policy {value!r} is unknown; known: {', '.join(planner.POLICIES)}")
+        if value not in m.POLICIES:
+            raise ValueError(f"policy {value!r} is unknown; known: {', '.join(m.POLICIES)}")
         if value == "fixed" and self.k is None:
             raise ValueError('policy "fixed" needs a k: set k instead, as in k=0.3')
         self.policy, self.k = value, self.k if value == "fixed" else None

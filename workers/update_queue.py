@@ -24,12 +24,9 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from typing import Final
 
 from protocol.messages import GradReady, Layer, StepBegin, Verdict, WeightsReady
-from protocol.rules import Hyper
-
-TILE_NUMEL: Final = 1 << 24
+from protocol.rules import TILE_NUMEL, Hyper
 
 
 class QueueError(RuntimeError):

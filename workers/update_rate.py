@@ -15,8 +15,8 @@ from hytrain.kernels.scalars import TYPICAL, scalars
 from hytrain.memory.arena import HostArena
 from protocol.handles import layout, typical_segment
 from protocol.messages import Layer
+from protocol.rules import TILE_NUMEL
 from workers.arenas import segments_of
-from workers.update_queue import TILE_NUMEL
 
 PASSES: Final = 3
 #: Training waits for this measurement, so it takes about this long at most. A slow backend makes fewer passes.

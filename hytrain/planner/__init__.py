@@ -18,12 +18,11 @@ from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_fo
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
 from hytrain.planner.moves import Places, first_part
-from hytrain.planner.policies import POLICIES, Decision, decide, drawn_streams, drawn_visits, first_lids
+from hytrain.planner.policies import Decision, decide, drawn_streams, drawn_visits, first_lids
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Order, Profile
 from hytrain.planner.simulate import Event, Timeline, simulate
 
 __all__ = [
-    "POLICIES",
     "Crowding",
     "Decision",
     "Event",

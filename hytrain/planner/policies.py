@@ -25,9 +25,7 @@ from hytrain.planner.formulas import balance_k, cotrain_k, prefix_for
 from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, build_ladder
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import simulate
-from protocol.messages import OBJECTIVES
-
-POLICIES = ("fixed", "cotrain", "balance", "deadline", "random")
+from protocol.messages import OBJECTIVES, POLICIES
 
 CLEAR_CHANGE = 0.05  # of the parameters: the least change of a formula's k for which layers move
 #: Of the parameters: those that are tried for visits and for streamed weights.

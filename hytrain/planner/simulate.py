@@ -36,9 +36,9 @@ from statistics import fmean
 
 from hytrain.planner.contention import Crowding, beside
 from hytrain.planner.profile import LayerProfile, Profile
+from protocol.rules import TILE_NUMEL
 from protocol.visiting import Turn, most_put_off_bytes, put_off, wider_by_bytes
 
-TILE_NUMEL = 16 << 20
 ROUNDS = 4  # simulations of a step with drag: the remaining error is below drag ** ROUNDS
 
 # (kind, lid, start_s, end_s), kinds: backward, gpu_update, d2h, cpu_update, h2d, visit, fetch, stall, forward.

@@ -89,10 +89,6 @@ def _parts_or_auto(value: object) -> object:
 CpuParts = Annotated[int | Literal["auto"], BeforeValidator(_parts_or_auto)]
 Ranks = Annotated[int | Literal["auto"], BeforeValidator(_count_or_rest)]
 
-#: Names of `torch.distributed.pipelining`.
-PipelineSchedule = Literal[
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-]
 #: Names of `transformers.SchedulerType` for schedules that depend on the step alone.
 Schedule = Literal["cosine", "cosine_with_restarts", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"]
 
@@ -319,19 +315,12 @@ class Parallel(Section):
     data_shard: Ranks = "auto"  # ranks that share parameters and state (FSDP2); "auto" or -1: all that are left
     data_replicate: Positive = 1  # groups of such ranks; each group has all parameters (HSDP)
     tensor: Positive = 1  # ranks that share the matrices of each layer, by the model's own plan
-    pipeline: Positive = 1  # stages of layers
-    schedule: PipelineSchedule = "1F1B"  # of the pipeline
 
     def sizes(self, ranks: int) -> dict[str, int]:
         """The mesh for so many ranks, outermost dimension first. Raises ConfigError if the sizes ask for others."""
-        others = self.pipeline * self.data_replicate * self.tensor
+        others = self.data_replicate * self.tensor
         shard = max(1, ranks // others) if self.data_shard == "auto" else self.data_shard
-        mesh = {
-            "pipeline": self.pipeline,
-            "data_replicate": self.data_replicate,
-            "data_shard": shard,
-            "tensor": self.tensor,
-        }
+        mesh = {"data_replicate": self.data_replicate, "data_shard": shard, "tensor": self.tensor}
         if others * shard != ranks:
             product = " x ".join(f"{name} {size}" for name, size in mesh.items() if size > 1)
             raise ConfigError(
@@ -432,8 +421,6 @@ def in_steps(recipe: Recipe, steps: int) -> Recipe:
 def check_ranks(recipe: Recipe, ranks: int) -> None:
     """Raises ConfigError if a job with so many ranks cannot train the recipe."""
     data, parts = recipe.parallel.data_ranks(ranks), recipe.train.grad_accumulation
-    if recipe.parallel.pipeline > 1:
-        raise ConfigError("parallel.pipeline is not for recipes yet: use data_shard and tensor in its place.")
     if ranks > 1 and recipe.lora is not None:
         raise ConfigError(f"lora is for one rank, but this job has {ranks}: start it without --nproc-per-node.")
     if ranks > 1 and recipe.train.cpu_parts != 0:

@@ -1,7 +1,7 @@
 """The ranks of a recipe: their process group, the mesh, and what all of them decide or add up together.
 
     torchrun ─ environment ─▶ start ─▶ torch.distributed
-    recipe.parallel ─────────▶ Job ── mesh: pipeline x data_replicate x data_shard x tensor
+    recipe.parallel ─────────▶ Job ── mesh: data_replicate x data_shard x tensor
                                 └──── total, mean, everywhere, decided: collectives, which all ranks call in one order
 
 `workers.trainer` calls `start`; the loop makes the `Job`. One rank is a job without torch.distributed.

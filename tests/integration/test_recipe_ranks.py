@@ -146,7 +146,6 @@ def refusal(recipe: Path, *overrides: str) -> str:
     [
         ("parallel.tensor=3", "3 ranks (tensor 3), but this job has 2"),
         ("data.batch_size=3", "make it a multiple of 2"),
-        ("parallel.pipeline=2", "is not for recipes yet"),
         ("data.paths=[/nowhere.txt]", "does not exist"),
         ("model.config={model_type: gpt2, n_embd: 32, n_layer: 1, n_head: 2}", "a gpt2 has none in Transformers"),
         ("model.config.num_key_value_heads=1", "num_key_value_heads, 1"),
