@@ -7,7 +7,7 @@ data is elsewhere has to be supported only here. (A DTensor's address is 0, and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
@@ -152,6 +152,16 @@ def saves_with_other_hooks() -> bool:
     autograd: Any = torch._C._autograd
     is_enabled, top = autograd._saved_tensors_hooks_is_enabled, autograd._top_saved_tensors_default_hooks
     return not is_enabled() or top(False) is not None
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [local(tensor).data_ptr() for tensor in tensors]
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [version(tensor) for tensor in tensors]
 
 
 def same_address(one: Tensor, other: Tensor) -> bool:

@@ -10,7 +10,7 @@ StreamedBlock      such a module, whose weights are on the device only while it 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -30,6 +30,7 @@ from hytrain.model.lifecycle import Event, LayerLife, State
 from hytrain.model.summed import Sum, summed
 from hytrain.tensors import (
     address,
+    addresses,
     count_write,
     distributed,
     flat,
@@ -43,6 +44,7 @@ from hytrain.tensors import (
     same_address,
     shaped,
     version,
+    versions,
     with_memory,
 )
 from protocol.handles import EXACT, ArenaLayout, Precision, layout
@@ -163,17 +165,6 @@ class TrainedParameter:
         elif (total := summed(gradient)) is not None:
             self.parameter.grad = None if total.own is None else distributed(total.own, self.parameter)
 
-    @property
-    def is_consumed(self) -> bool:
-        """Whether `p.grad` stands for a gradient that an update has consumed."""
-        return self.parameter.grad is self.consumed
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether `p.grad` has a gradient that no update has consumed."""
-        gradient = self.parameter.grad
-        return gradient is not None and gradient is not self.consumed
-
     def gradient(self) -> Tensor:
         """This rank's part of the gradient, shape (numel,), in the parameter's storage order."""
         assert self.parameter.grad is not None
@@ -203,6 +194,34 @@ class TrainedParameter:
             layer.filled[index] = layer.segments[index].part(gradient)
             layer.streams.add(stream)
         return [layer for layer, _ in self.places if len(layer.filled) == len(layer.segments)]
+
+
+def with_gradients(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
+    """Those whose `p.grad` has a gradient that no update has consumed."""
+    return [known for known in parameters if (grad := known.parameter.grad) is not None and grad is not known.consumed]
+
+
+def first_consumed(parameters: Iterable[TrainedParameter]) -> TrainedParameter | None:
+    """One whose `p.grad` stands for a gradient that an update has consumed."""
+    return next((known for known in parameters if known.parameter.grad is known.consumed), None)
+
+
+def moved(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
+    """Those with other storage than the one that HyTrain writes."""
+    there = _there(parameters)
+    now, own = addresses(tensor for _, tensor in there), addresses(known.own for known, _ in there)
+    return [known for (known, _), at, before in zip(there, now, own, strict=True) if at != before]
+
+
+def written(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
+    """Those that others have written since their last update."""
+    there = _there(parameters)
+    now = versions(tensor for _, tensor in there)
+    return [known for (known, _), seen in zip(there, now, strict=True) if known.version not in (None, seen)]
+
+
+def _there(parameters: Iterable[TrainedParameter]) -> list[tuple[TrainedParameter, Tensor]]:
+    return [(known, tensor) for known in parameters if (tensor := known._parameter()) is not None]
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ from hytrain.memory.transfer import TURN_BYTES, Transfer, Transfers
 from hytrain.memory.visits import Visit, Visits
 from hytrain.model.lifecycle import Event as LayerEvent
 from hytrain.model.summed import summed
-from hytrain.model.trained import TrainedLayer, TrainedParameter
+from hytrain.model.trained import TrainedLayer, TrainedParameter, first_consumed, with_gradients
 from hytrain.model.watched import unwatched
 from hytrain.run.link import Draft, Link
 from hytrain.step.accumulation import Accumulation
@@ -269,7 +269,7 @@ class Backward:
         if scaling is not None and not scaling.claim():
             raise UsageError("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")
         first, last = life.ended == 0, self._accumulation.begin(life.ended)
-        if first and (left := next((known for known in self._parameters if known.is_consumed), None)) is not None:
+        if first and (left := first_consumed(self._parameters)) is not None:
             raise UsageError(_LEFT.format(left.name))
         event = Event.BEGIN_LAST if last else Event.BEGIN
         health.require(event, name=parameter.name)
@@ -347,7 +347,7 @@ class Backward:
         """`step()` was called without a backward. If the loop has set gradients, they are the step's, as in torch."""
         if self._health.life.state is not State.IDLE:
             return
-        given = [known for known in self._parameters if known.has_gradient]
+        given = with_gradients(self._parameters)
         if not given:
             return
         self._reads.synchronize()
@@ -392,7 +392,7 @@ class Backward:
     def begin_summed(self, *, by_step: bool = False) -> None:
         """No more backwards come in this step. If they only summed, its updates begin now, as `end` says."""
         life = self._health.life
-        if life.state is State.SUMMED and not any(known.has_gradient for known in self._parameters):
+        if life.state is State.SUMMED and not with_gradients(self._parameters):
             life.on(Event.DROP)
         if life.state is State.SUMMED:
             self._begin_step()
@@ -437,9 +437,7 @@ class Backward:
         step, stream = self._health.life.step, self._transfers.stream()
         clips = self._verdicts.takes_norms  # torch would leave clipped gradients there
         keeps = self._reads.await_parameter if keep and self._accumulation.keeps and not clips else None
-        for parameter in self._parameters:
-            if not parameter.has_gradient:
-                continue
+        for parameter in with_gradients(self._parameters):
             self._reads.await_parameter(parameter)  # perhaps nothing has read it since its last update
             total = self._accumulation.take(parameter, keep=keeps)
             is_own = total is None  # the loop's, which may write it from now on

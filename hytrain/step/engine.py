@@ -26,6 +26,7 @@ from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
+from hytrain.model.watched import unwatched
 from hytrain.run.link import Draft, Link
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
@@ -263,19 +264,22 @@ class Engine:
                 f"the gradient of {written.name}, a tensor that was set as p.grad, was written between backward and "
                 "step(), when its update had begun: call backward in opt.no_sync(), so that updates begin in step()"
             )
-        for parameter in self._parameters:
-            if parameter.has_gradient:
+        with unwatched():
+            found = [(known, known.parameter.grad) for known in self._parameters]
+        for parameter, gradient in found:
+            if gradient is parameter.consumed:
+                if life.state is State.IDLE:
+                    raise UsageError(
+                        "step() was called again without a backward: gradients that HyTrain has consumed are used "
+                        "once; call opt.zero_grad() after each opt.step()"
+                    )
+            elif gradient is not None:
                 self._health.refuse(f"the gradient of {parameter.name} was set by hand, where HyTrain cannot see it")
-            if parameter.parameter.grad is None and parameter.step == life.step:
+            elif parameter.step == life.step:
                 self._health.refuse(
                     f"the gradient of {parameter.name} was dropped between backward and step(), when its update had "
                     "begun: call backward in opt.no_sync(), so that updates begin in step(); pass "
                     'on_nonfinite="skip" to leave out steps, and freeze what is not to be trained'
-                )
-            if parameter.is_consumed and life.state is State.IDLE:
-                raise UsageError(
-                    "step() was called again without a backward: gradients that HyTrain has consumed are used once; "
-                    "call opt.zero_grad() after each opt.step()"
                 )
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> Transfer | None:

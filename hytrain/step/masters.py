@@ -18,7 +18,7 @@ from hytrain.errors import UsageError
 from hytrain.kernels.split import clear_remainder, fit_remainder
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Copy, Transfer, Transfers
-from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
+from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter, moved, written
 from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
 from hytrain.step.reads import Reads
@@ -82,11 +82,10 @@ class Masters:
         Raises `UsageError` for a parameter that was written while its update was under way, and for one with storage
         that cannot be trained.
         """
-        moved = [known for known in self._parameters if not known.is_in_place]
-        if moved:
-            self._follow(moved)
-        if written := [*self._written(), *moved]:
-            self._import(written, keep_remainder=self.state_was_loaded)
+        if replaced := moved(self._parameters):
+            self._follow(replaced)
+        if changed := [*self._written(), *replaced]:
+            self._import(changed, keep_remainder=self.state_was_loaded)
 
     def begin_step(self) -> None:
         """Called before the step's updates begin."""
@@ -210,15 +209,13 @@ class Masters:
         Raises `UsageError` for a parameter that was written while its update was under way.
         """
         with self._health.changed, unwatched():
-            written = [
-                known
-                for known in self._parameters
-                if known.was_written() and not any(layer.is_arriving for layer, _ in known.places)
+            found = [
+                known for known in written(self._parameters) if not any(layer.is_arriving for layer, _ in known.places)
             ]
-        for known in written:
+        for known in found:
             if not all(layer.life.is_current for layer, _ in known.places):
                 raise UsageError(f"{known.name} was written before its update: opt.synchronize() before writing")
-        return written
+        return found
 
 
 def _is_here(layer: TrainedLayer) -> bool:
