@@ -13,7 +13,7 @@ import dataclasses
 import hmac
 import types
 import typing
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, TypeVar
@@ -80,13 +80,22 @@ def decode(frame: bytes, *, token: str) -> Envelope:
     return Envelope(_build(MESSAGES[tag], fields, tag), address, seq)
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        fields = [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
-        return [type(value).__name__, *fields] if isinstance(value, Hyper) else fields
-    if isinstance(value, tuple) and not (value and isinstance(value[0], str | int | float)):  # as the others, then
-        return [_plain(item) for item in value]
-    return value
+class _Mismatch(Exception):
+    """A value that a type does not allow. `where` are the names that lead there, innermost first."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason, self.where = reason, list[str]()
+
+    def within(self, name: str) -> _Mismatch:
+        self.where.append(name)
+        return self
+
+
+def _build(cls: type[T], fields: Any, where: str) -> T:
+    try:
+        return typing.cast(T, _reader(typing.cast(Hashable, cls))(fields))
+    except _Mismatch as error:
+        raise WireError(f"{'.'.join([where, *reversed(error.where)])}: {error.reason}") from None
 
 
 @cache
@@ -95,43 +104,97 @@ def _schema(cls: Hashable) -> tuple[tuple[str, Any], ...]:
     return tuple((field.name, hints[field.name]) for field in dataclasses.fields(typing.cast(Any, cls)))
 
 
-def _build(cls: type[T], fields: Any, where: str) -> T:
-    schema = _schema(typing.cast(Hashable, cls))
-    if not isinstance(fields, list) or len(fields) != len(schema):
-        raise WireError(f"{where}: expected {len(schema)} fields")
-    values = {name: _check(hint, value, f"{where}.{name}") for (name, hint), value in zip(schema, fields)}
-    try:
-        return cls(**values)
-    except ValueError as error:
-        raise WireError(f"{where}: {error}") from None
-
-
-def _check(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type `hint` declares. Raises a `WireError` that names the field."""
+@cache
+def _reader(hint: Any) -> Callable[[Any], Any]:
+    """What turns a decoded value into one that `hint` declares, or raises `_Mismatch`. Made once for each type."""
     origin = typing.get_origin(hint)
     if origin is tuple:
-        if not isinstance(value, list):
-            raise WireError(f"{where}: expected an array")
-        item = typing.get_args(hint)[0]
-        return tuple(_check(item, element, where) for element in value)
+        return _array_reader(typing.get_args(hint)[0])
     if origin is types.UnionType:
-        if value is None:
-            return None
-        (inner,) = (arg for arg in typing.get_args(hint) if arg is not type(None))
-        return _check(inner, value, where)
+        (inner,) = (_reader(arg) for arg in typing.get_args(hint) if arg is not type(None))
+        return lambda value: None if value is None else inner(value)
     if origin is dict:
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise WireError(f"{where}: expected a map with text keys")
-        item = typing.get_args(hint)[1]
-        return {key: _check(item, element, f"{where}.{key}") for key, element in value.items()}
+        return _map_reader(_reader(typing.get_args(hint)[1]))
     if hint is Hyper:
-        if not (isinstance(value, list) and value and isinstance(value[0], str) and value[0] in HYPERS):
-            raise WireError(f"{where}: hyperparameters of no known rule")
-        return _build(HYPERS[value[0]], value[1:], where)
+        return _hyper
     if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, where)
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise WireError(f"{where}: expected {hint.__name__}, got {type(value).__name__}")
+        return _fields_reader(typing.cast(type, hint))
+
+    def read(value: Any) -> Any:
+        if type(value) is hint:
+            return value
+        if hint is float and type(value) is int:
+            return float(value)
+        raise _Mismatch(f"expected {hint.__name__}, got {type(value).__name__}")
+
+    return read
+
+
+def _array_reader(item: Any) -> Callable[[Any], Any]:
+    read = _reader(item)
+    is_scalar = item in (bool, int, float, str)
+
+    def read_array(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise _Mismatch("expected an array")
+        if is_scalar and all(type(element) is item for element in value):
+            return tuple(value)
+        return tuple(map(read, value))
+
+    return read_array
+
+
+def _map_reader(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def read_map(value: Any) -> Any:
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise _Mismatch("expected a map with text keys")
+        found = {}
+        for key, element in value.items():
+            try:
+                found[key] = read(element)
+            except _Mismatch as error:
+                raise error.within(key) from None
+        return found
+
+    return read_map
+
+
+def _fields_reader(cls: type) -> Callable[[Any], Any]:
+    schema = [(name, _reader(hint)) for name, hint in _schema(typing.cast(Hashable, cls))]
+
+    def read_fields(fields: Any) -> Any:
+        if not isinstance(fields, list) or len(fields) != len(schema):
+            raise _Mismatch(f"expected {len(schema)} fields")
+        values, name = {}, ""
+        try:
+            for (name, read), value in zip(schema, fields):
+                values[name] = read(value)
+        except _Mismatch as error:
+            raise error.within(name) from None
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise _Mismatch(str(error)) from None
+
+    return read_fields
+
+
+def _hyper(value: Any) -> Any:
+    if not (isinstance(value, list) and value and isinstance(value[0], str) and value[0] in HYPERS):
+        raise _Mismatch("hyperparameters of no known rule")
+    return _reader(typing.cast(Hashable, HYPERS[value[0]]))(value[1:])
+
+
+def _plain(value: Any) -> Any:
+    if (names := _names(typing.cast(Hashable, type(value)))) is not None:
+        fields = [_plain(getattr(value, name)) for name in names]
+        return [type(value).__name__, *fields] if isinstance(value, Hyper) else fields
+    if isinstance(value, tuple) and not (value and isinstance(value[0], str | int | float)):  # as the others, then
+        return [_plain(item) for item in value]
     return value
+
+
+@cache
+def _names(cls: Hashable) -> tuple[str, ...] | None:
+    """The names of a dataclass's fields; None of another type."""
+    return tuple(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else None
