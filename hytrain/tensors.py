@@ -37,6 +37,8 @@ def untraced() -> Iterator[None]:
 
 def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor. Their module takes a second to import: without it, there is none."""
+    if type(tensor) is Tensor:
+        return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

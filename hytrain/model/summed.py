@@ -112,7 +112,9 @@ class SummedGradient(Tensor):
 
 def summed(gradient: Tensor | None) -> Sum | None:
     """The sum that is this gradient's values; None of another one."""
-    part = None if gradient is None else local(gradient)
+    if gradient is None or type(gradient) is Tensor:
+        return None
+    part = local(gradient)
     return part._total if isinstance(part, SummedGradient) else None
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ class TrainedParameter:
     def parameter(self) -> nn.Parameter:
         parameter = self._parameter()
         assert parameter is not None, f"{self.name} has gone with its optimizer, which keeps it"
-        return cast(nn.Parameter, parameter)
+        return parameter  # type: ignore[return-value]
 
     @property
     def is_gone(self) -> bool:
@@ -167,9 +167,11 @@ class TrainedParameter:
 
     def gradient(self) -> Tensor:
         """This rank's part of the gradient, shape (numel,), in the parameter's storage order."""
-        assert self.parameter.grad is not None
-        total = summed(self.parameter.grad)
-        gradient = local_like(self.parameter.grad, self.parameter) if total is None else total.value()
+        parameter = self.parameter
+        given = parameter.grad
+        assert given is not None
+        total = summed(given)
+        gradient = local_like(given, parameter) if total is None else total.value()
         if graphs.will_be_written(gradient):
             gradient = gradient.clone()
         if gradient.is_contiguous() and self.own.is_contiguous():
@@ -178,9 +180,10 @@ class TrainedParameter:
 
     def kept(self) -> Tensor | None:
         """The gradient in `p.grad` if the loop has that tensor, too, and may read and write it there; else None."""
-        if (total := summed(self.parameter.grad)) is not None:
+        parameter = self.parameter
+        if (total := summed(parameter.grad)) is not None:
             return total.own
-        return self.parameter.grad if has_kept_gradient(self.parameter) else None
+        return parameter.grad if has_kept_gradient(parameter) else None
 
     def fill(self, total: Tensor | None, step: int, stream: Stream) -> list[TrainedLayer]:
         """Give the step's gradient, computed on `stream`, to its layers. Returns the layers that are now complete.
