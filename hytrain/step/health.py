@@ -63,9 +63,9 @@ class Health:
             self._failure = self._failure or error
             self.changed.notify_all()
 
-    def refuse(self, sentence: str) -> NoReturn:
+    def refuse(self, sentence: str, kind: type[HyTrainError] = UsageError) -> NoReturn:
         """Refuse to continue: some updates of this step have been made, others have not."""
-        self.abort(UsageError(f"{sentence} (training cannot go on: make the optimizer anew and load a checkpoint)"))
+        self.abort(kind(f"{sentence} (training cannot go on: make the optimizer anew and load a checkpoint)"))
 
     def abort(self, error: HyTrainError) -> NoReturn:
         self.life.on(Event.BREAK)

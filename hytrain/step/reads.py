@@ -447,7 +447,7 @@ class Reads:
             was_under_way = layer.life.placement.state == "host" or layer.came == step
             if was_under_way and layer.life.updated >= 0:
                 stale = _NOT_GATHERED if is_distributed(parameter.parameter) else _NOT_CALLED
-                self._health.abort(StaleReadError(stale.format(parameter.name)))
+                self._health.refuse(stale.format(parameter.name), StaleReadError)
             if layer not in self.root.layers:
                 self.root.add(layer)
                 self._streaming.keep(layer)
