@@ -11,7 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, same_as_torch, same_bits, seed, state, train, wait_for_coordinator, weights
+from helpers import (
+    LR,
+    Reference,
+    adamw,
+    differing,
+    same_as_torch,
+    same_bits,
+    seed,
+    state,
+    train,
+    wait_for,
+    wait_for_coordinator,
+    weights,
+)
 from small_models import gpt2, language_loss, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +35,8 @@ from hytrain.errors import CapacityError, ConfigError, UsageError
 from hytrain.memory import transfer
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.visits import Visits
-from hytrain.model.block_life import Pin
+from hytrain.model import layers
+from hytrain.model.block_life import Pin, State
 from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step import backward, streaming
@@ -652,3 +666,36 @@ def test_state_that_was_read_outlives_the_optimizer() -> None:
         read, expected = opt.state_dict()["state"], state(opt)
     found = {f"{plane}.{index}": value for index, entry in read.items() for plane, value in entry.items()}
     assert differing(found, expected) == []
+
+
+def test_a_block_that_is_fetched_in_the_middle_of_an_update_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of its layers is read outside of the model while another one's update is still under way."""
+    monkeypatch.setattr(layers, "MIN_PIECE_NUMEL", 1)
+    monkeypatch.setattr(layers, "MAX_PIECE_NUMEL", 100)
+    arrive, held = backward.Backward.on_weights_ready, list[tuple[Any, Any]]()
+
+    def arrives(of: backward.Backward, done: Any) -> None:
+        held.append((of, done)) if done.lid in late else arrive(of, done)
+
+    monkeypatch.setattr(backward.Backward, "on_weights_ready", arrives)
+    late = set[int]()
+    ours, theirs = perceptron(), perceptron()
+    reference = Reference(theirs, lr=LR)
+    with adamw(ours, k=0.0, stream=1.0) as opt:
+        block = opt._session.layers[-1].streamed
+        assert block is not None and len(block.layers) > 1
+        first, last = block.layers[0], block.layers[-1]
+        late.add(last.lid)
+        for model, one in ((ours, opt), (theirs, reference)):
+            square_loss(model, 0).backward()
+            one.step()
+            one.zero_grad()
+        try:
+            assert first.segments[0].owner.parameter.norm() > 0
+            assert block.life.state is State.STALE
+            wait_for(lambda: held)
+        finally:
+            late.clear()
+            for each in held:
+                arrive(*each)
+        assert square_loss(ours, 1).item() == square_loss(theirs, 1).item()
