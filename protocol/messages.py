@@ -530,7 +530,8 @@ class Rejoin(Message):
 
     def __post_init__(self) -> None:
         _require_placements(self.placements)
-        _require(len(self.placements) == len(self.table.layers), "each layer has a placement")
+        placed = {len(self.placements), len(self.plan.placements)}
+        _require(placed == {len(self.table.layers)}, "each layer has a placement, now and with the plan")
         _require(min(self.step, self.moved, self.skipped) >= 0, "steps and moved layers are counted from 0")
 
 

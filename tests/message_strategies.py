@@ -124,12 +124,16 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
 @st.composite
 def rejoins(draw: st.DrawFn) -> m.Rejoin:
     table = draw(instances(m.LayerTable))
+
+    def placements() -> tuple[str, ...]:
+        return tuple(draw(st.sampled_from(sorted(PLACEMENTS))) for _ in table.layers)
+
     return m.Rejoin(
         table=table,
         calibration=draw(instances(m.Calibration)),
-        plan=draw(instances(m.Plan)),
+        plan=dataclasses.replace(draw(instances(m.Plan)), placements=placements(), streamed=()),
         holds=draw(st.booleans()),
-        placements=tuple(draw(st.sampled_from(sorted(PLACEMENTS))) for _ in table.layers),
+        placements=placements(),
         step=draw(COUNTS),
         moved=draw(COUNTS),
         skipped=draw(COUNTS),

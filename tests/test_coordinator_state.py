@@ -1254,18 +1254,6 @@ def test_what_awaits_a_verdict_is_not_what_visits_hold(driver: Driver) -> None:
     assert driver.planning._for_visits_bytes == 7
 
 
-def test_what_had_no_room_is_dropped_if_it_has_none_any_more(driver: Driver) -> None:
-    state = 10 * SEGMENT.numel
-    driver.start(policy="fixed", k=0.25, device="cuda", gpu_bytes=1 << 40)
-    planning = driver.planning
-    rest = _Wanted(frozenset(ALL), (0.0, 0.0), "so", 1.0)
-    for room, fits in ((LAYERS * state, True), (LAYERS * state - 1, False), (None, True)):
-        planning._limits = Limits(gpu_state_bytes=room, host_bytes=None)
-        assert planning._has_room_for(rest) is fits
-    planning._limits = Limits(gpu_state_bytes=None, host_bytes=0)
-    assert planning._has_room_for(rest) and not planning._has_room_for(rest._replace(gpu_lids=frozenset()))
-
-
 @pytest.mark.parametrize("is_late", [True, False])
 def test_the_cpus_times_are_those_of_the_placements_of_their_step(driver: Driver, is_late: bool) -> None:
     """State visits only now. In the steps that are reported it did not, so nothing made updates longer."""

@@ -192,6 +192,16 @@ def test_what_is_no_layer_table(changes: dict[str, Any], reason: str) -> None:
     assert reason in refused(frame(tag="LayerTable", fields=layer_table(**changes)))
 
 
+@given(instances(m.Rejoin), st.booleans())
+def test_a_rejoin_places_each_layer_now_and_with_its_plan(rejoin: m.Rejoin, now: bool) -> None:
+    more = (*rejoin.placements, "cpu")
+    changed: dict[str, Any] = (
+        {"placements": more} if now else {"plan": dataclasses.replace(rejoin.plan, placements=more)}
+    )
+    with pytest.raises(ValueError, match="each layer has a placement"):
+        dataclasses.replace(rejoin, **changed)
+
+
 def test_a_message_that_no_receiver_would_take_is_not_sent() -> None:
     with pytest.raises(WireError, match="CommandReply takes .* bytes, above"):
         packed(m.CommandReply(ok=True, text="x" * MAX_FRAME_BYTES))

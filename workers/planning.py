@@ -323,9 +323,7 @@ class Planning:
         }
         placed = step.gpu_lids, step.visiting, step.streamed
         crowding = self._crowding(*placed)
-        if times["visit_s"] and (profile := self._book.profile()) is not None:
-            alone = profile.visits_alone(sum(times["visit_s"].values()), *placed)
-            times["visit_s"] = {lid: alone * visit_s for lid, visit_s in times["visit_s"].items()}
+        times["visit_s"] = {lid: visit_s / crowding.visits for lid, visit_s in times["visit_s"].items()}
         if step.duration_s is None or step.threads_changed:
             self._heed_updates(step)
             self._book.observe_trainer(**times)
@@ -456,7 +454,7 @@ class Planning:
             return []  # what steps need beside what has just been placed is not known yet
         self._planned_at = self._step
         rest, self._rest = self._rest, None
-        if rest is not None and self._has_room_for(rest):
+        if rest is not None:
             return self._propose(rest, self._step + 2)
         current = _gpu_lids(self.placements)
         plan = partial(
@@ -506,8 +504,6 @@ class Planning:
         return self.table.visit or 0.0 if self.policy == "fixed" else 0.0, self.table.stream
 
     def _shares_of(self, placements: Sequence[str], streamed: Iterable[int]) -> tuple[float, float]:
-        if len(placements) != len(self._facts):
-            raise ValueError(f"placements of {len(placements)} layers, where there are {len(self._facts)}")
         numel = sum(fact.numel for fact in self._facts)
         visiting, resting = (
             sum(self._facts[lid].numel for lid in lids) / numel for lids in (_visiting_lids(placements), streamed)
@@ -613,10 +609,6 @@ class Planning:
         names = {**dict.fromkeys(gpu_lids, GPU.name), **dict.fromkeys(visiting, VISIT.name)}
         return planner.Places(tuple(names.get(lid, CPU.name) for lid in range(len(facts))), streamed)
 
-    def _has_room_for(self, wanted: _Wanted) -> bool:
-        """Whether it still fits: what steps need may have changed since it was decided."""
-        return self._fits(*self._bytes_of(self._placed(wanted.gpu_lids, *wanted.shares, self._step)))
-
     def _has_room_beside(self, now: planner.Places, then: planner.Places) -> bool:
         """Whether there is memory for both at once, or they take no more of it than `now` alone."""
         visiting = _visiting_lids(now.placements) | _visiting_lids(then.placements)
@@ -647,8 +639,6 @@ class Planning:
         return [] if ack.accepted else [Note(f"{sender} refuses plan {ack.plan_id}: {ack.reason}")]
 
     def on_applied(self, applied: m.PlanApplied) -> list[Command]:
-        if (VISIT.name in applied.placements) != (VISIT.name in self.placements):
-            self._book.forget_paces()
         self._ledger.on_applied(applied)
         as_planned = self._plan is not None and applied.placements == self._plan.placements  # it had room
         streamed = () if self._plan is None else self._plan.streamed

@@ -72,10 +72,7 @@ class HyTrainCallback(TrainerCallback):
         self._opt, self._read = opt, read
 
     def on_train_begin(self, args: TrainingArguments, *event: Any, **others: Any) -> None:
-        """Drops the gradients that an interrupted `train()` has accumulated, as the Trainer does.
-
-        Raises `UsageError` at the first call if training arguments have changed since `adopt`.
-        """
+        """Raises `UsageError` at the first call if training arguments have changed since `adopt`."""
         for name, value in self._read.items():
             if (now := getattr(args, name)) != value:
                 raise UsageError(
@@ -83,7 +80,6 @@ class HyTrainCallback(TrainerCallback):
                     "training arguments before"
                 )
         self._read = {}
-        self._opt.zero_grad()
 
     def on_log(
         self,

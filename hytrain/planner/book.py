@@ -231,10 +231,6 @@ class MeasurementBook:
         self._roles["cpu_update_s"].scale(factor, guessed=True)
         self._rates = replace(self._rates, cpu_update_s=self._rates.cpu_update_s * factor)
 
-    def forget_paces(self) -> None:
-        """Visits have begun or ended. What they cost the CPU is estimated, so paces with and without them differ."""
-        self._updates.clear()
-
     def observe_trainer(self, **times_s: Mapping[int, float]) -> None:
         """One step's times by role and LID. ValueError for an unknown layer or an impossible time."""
         for role, times in times_s.items():

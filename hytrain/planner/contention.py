@@ -120,16 +120,6 @@ class Crowding:
         )
 
 
-def visits_alone_s(measured_s: float, *, cpu_s: float, copies_s: float, work_s: float, other_s: float) -> float:
-    """How long visits that took `measured_s` beside all that would take alone: `Crowding.of` turned round."""
-    beside_copies_s = measured_s / (1 + VISIT_LOSS)
-    if cpu_s < beside_copies_s:
-        beside_copies_s = measured_s - VISIT_LOSS * cpu_s
-    step_s = work_s + other_s
-    free = 1 - copies_s / step_s if beside_copies_s < step_s else 1 - copies_s / beside_copies_s
-    return beside_copies_s * max(free, 1 / MOST_PASSING)
-
-
 def beside(work_s: float, cpu_busy_s: float, stall_s: float) -> float:
     """The seconds of the work in which the CPU updates: all its busy time except the stalls."""
     return min(max(cpu_busy_s - stall_s, 0.0), work_s)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Final, NamedTuple, TypeVar
 
-from hytrain.planner.contention import CPU_LOSS, WORK_LOSS, Crowding, visits_alone_s
+from hytrain.planner.contention import CPU_LOSS, WORK_LOSS, Crowding
 
 _T = TypeVar("_T")
 USUAL_SLACK: Final = 0.1  # the fraction by which the CPU is assumed to be slower at times, until that was measured
@@ -221,30 +221,18 @@ class Profile:
         """What updates on the CPU, visits and other copies cost each other, with these placements."""
         if not visiting:
             return Crowding()
-        visits_s = sum(layer.visit_s for layer in self.layers if layer.lid in visiting)
-        others_s = self._beside_visits(gpu_lids, visiting, streamed)
-        return Crowding.of(visits_s=visits_s, cpu_loss=self.cpu_loss, work_loss=self.work_loss, **others_s)
-
-    def visits_alone(
-        self, measured_s: float, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
-    ) -> float:
-        """The fraction of the `measured_s` that visits would take alone."""
-        if not measured_s:
-            return 1.0
-        return visits_alone_s(measured_s, **self._beside_visits(gpu_lids, visiting, streamed)) / measured_s
-
-    def _beside_visits(
-        self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
-    ) -> dict[str, float]:
         of_cpu = [layer for layer in self.layers if layer.lid not in gpu_lids | visiting]
         in_s = sum(layer.h2d_s for layer in of_cpu if layer.lid not in streamed)
         in_s += sum(layer.h2d_s for layer in self.layers if layer.lid in streamed)  # in backward: then state visits
-        return {
-            "cpu_s": sum(layer.cpu_update_s for layer in of_cpu),
-            "copies_s": max(in_s, sum(layer.d2h_s for layer in of_cpu)) + self.activations_s,
-            "work_s": self.forward_s + self.backward_s,
-            "other_s": self.other_s,
-        }
+        return Crowding.of(
+            visits_s=sum(layer.visit_s for layer in self.layers if layer.lid in visiting),
+            cpu_s=sum(layer.cpu_update_s for layer in of_cpu),
+            copies_s=max(in_s, sum(layer.d2h_s for layer in of_cpu)) + self.activations_s,
+            work_s=self.forward_s + self.backward_s,
+            other_s=self.other_s,
+            cpu_loss=self.cpu_loss,
+            work_loss=self.work_loss,
+        )
 
     def host_bytes(self, gpu_lids: frozenset[int]) -> int:
         """Host memory for the planes of the layers that the GPU does not own."""

@@ -254,7 +254,7 @@ class Reads:
 
     def enter_backward(self, gate: Gate) -> None:
         """The gate's module computes in backward, on the current stream. Not if it has been updated there already."""
-        if self._health.life.state is State.COMMITTED or self.updated_in_this_backward(gate) is not None:
+        if self.updated_in_this_backward(gate) is not None:
             return
         for layer in gate.layers:
             self.wait_for(layer)

@@ -59,7 +59,8 @@ class Maker:
         if kind is m.LayerTable and self.drawn.random() < 0.9:
             values |= {"awaits_verdict": True, "threads": None, "rank": 0, "world": self.drawn.choice([1, 1, 2])}
         if kind is m.Rejoin:
-            values["placements"] = tuple(self.drawn.choices([*PLACEMENTS], k=len(values["table"].layers)))
+            now, then = (tuple(self.drawn.choices([*PLACEMENTS], k=len(values["table"].layers))) for _ in range(2))
+            values |= {"placements": now, "plan": dataclasses.replace(values["plan"], placements=then, streamed=())}
         return kind(**values)
 
     def _field(self, name: str, hint: Any) -> Any:

@@ -29,7 +29,7 @@ from hytrain.monitoring import Client
 from hytrain.run import link
 from hytrain.run.link import Link
 from protocol.channel import Inbox, Incoming
-from protocol.messages import Goodbye, Hello, Introduce, Pong
+from protocol.messages import Goodbye, Hello, Introduce, Pong, Welcome
 from workers.heartbeats import BEAT_S, SILENT_S
 from workers.supervisor import COORDINATORS
 
@@ -100,6 +100,38 @@ def test_layers_go_on_moving_and_nothing_is_lost() -> None:
     assert [record["step"] for record in found] == [*range(1, training.steps + 1)]
     assert not (opt.run_dir / "metrics-replaced.jsonl").exists()
     assert sorted(record["moved"] for record in found) == [record["moved"] for record in found]
+
+
+def test_closing_waits_until_another_coordinator_knows_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has only just asked takes longer than to record what it is told."""
+    looks, welcomed, on_welcome = [0], threading.Event(), Link._on_welcome
+    has_ended, usual_s = link.has_ended, link.LINGER_S
+    model = perceptron()
+    with adamw(model) as opt:
+        training = Training(opt, model)
+        training.until(partial(has_recorded, opt.run_dir, after=2))
+        dead = process(opt, "coordinator")
+
+        def late(self: Link, welcome: Welcome) -> None:
+            assert welcomed.wait(DEADLINE_S)
+            on_welcome(self, welcome)
+
+        def look(pid: int) -> bool:
+            ended = has_ended(pid)
+            looks[0] += not ended and pid != dead.pid
+            if looks[0] == 3:
+                monkeypatch.setattr(link, "LINGER_S", usual_s)
+                welcomed.set()
+            return ended
+
+        monkeypatch.setattr(Link, "_on_welcome", late)
+        monkeypatch.setattr(link, "LINGER_S", 0.0)
+        dead.kill()
+        dead.wait(DEADLINE_S)
+        steps = training.steps
+        training.until(lambda: training.steps == steps + 3)
+        monkeypatch.setattr(link, "has_ended", look)
+    assert [record["step"] for record in records(opt.run_dir)] == [*range(1, training.steps + 1)]
 
 
 def test_skipped_steps_are_counted_on() -> None:

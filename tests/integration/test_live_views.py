@@ -23,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from hytrain.errors import MissingPackage, UsageError
 from hytrain.monitoring import Client
 from hytrain.run import link
+from hytrain.trackers import Trackers
 from protocol.channel import Outbox
 from protocol.messages import Pong
 from protocol.metrics import BY_NAME
@@ -118,6 +119,19 @@ def test_a_loops_numbers_reach_tensorboard() -> None:
     assert found["loss"] == [(step, float(step)) for step in range(1, 5)]
     assert found["k"] == [(2, pytest.approx(k)), (4, pytest.approx(k))]
     assert found.keys() == {"loss", "k", "step_s", "stall_s"} <= BY_NAME.keys()
+
+
+def test_the_numbers_of_a_step_are_given_once_for_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, list[str]]] = []
+    monkeypatch.setattr(Trackers, "write", lambda self, step, numbers: given.append((step, [*numbers])))
+    model = perceptron()
+    with adamw(model) as opt:
+        for step in range(1, 3):
+            train(model, opt, range(step - 1, step), square_loss)
+            for name in ("loss", "error"):
+                opt.log(step, **{name: 1.0})
+    own = ["step_s", "stall_s", "k"]
+    assert given == [(step, names) for step in (1, 2) for names in (["loss"], own, ["error"])]
 
 
 @pytest.mark.usefixtures("own_run")

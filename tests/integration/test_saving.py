@@ -56,7 +56,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 import hytrain
-from hytrain import manifest, state_folder, tensor_file
+from hytrain import manifest, saver, state_folder, tensor_file
 from hytrain.errors import ConfigError, SavingError, UsageError
 from hytrain.memory.capacity import GpuMemory, Room, gpu_memory
 from hytrain.run.ranks import Ranks
@@ -607,6 +607,16 @@ def test_training_goes_on_while_a_state_is_saved(
         for found, expected in ((tmp_path / "meanwhile", old), (folder, new)):
             opt.load(found)
             assert differing(state(opt), expected) == []
+
+
+def test_checksums_behind_the_training_take_no_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked, each = perceptron(), list[object](), saver.each
+    monkeypatch.setattr(manifest, "each", lambda call, items: asked.append(call) or each(call, items))
+    with adamw(model) as opt:
+        opt.async_save(tmp_path / "behind").result()
+        assert asked == []
+        opt.save(tmp_path / "waiting")
+        assert asked
 
 
 def test_saves_do_not_overtake_each_other_and_closing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

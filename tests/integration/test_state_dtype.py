@@ -25,6 +25,7 @@ from hytrain.checks import check_options, check_same
 from hytrain.errors import ConfigError
 from hytrain.kernels.torch_backend import vectors
 from hytrain.memory import visits
+from hytrain.model import layers
 from hytrain.step import streaming
 from protocol.messages import STATE_DTYPES
 
@@ -89,6 +90,17 @@ def test_the_bits_do_not_depend_on_where_layers_are_updated(
         train(model, opt, range(STEPS), loss_of)
         exact = weights(model)
     assert differing(exact, {name: found[0][name] for name in exact}), "it is not exact"
+
+
+def test_nor_do_they_depend_on_how_parameters_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, cut = [], []
+    for parts in (layers.FALLBACK_LAYERS, 1):
+        monkeypatch.setattr(layers, "FALLBACK_LAYERS", parts)
+        with adamw(model := InPieces(torch.float32), k=0.5, **SMALL) as opt:
+            train(model, opt, range(STEPS), square_loss)
+            found.append(state(opt) | weights(model))
+            cut.append(len(opt._session.layers))
+    assert cut[0] > cut[1] and differing(*found) == []
 
 
 @pytest.mark.parametrize(("make", "dtype", "more"), MAKES, ids=IDS)
