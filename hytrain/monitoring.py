@@ -29,7 +29,6 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Network, Outbox
 from protocol.messages import Status
-from protocol.placement import PLACEMENTS
 
 __all__ = ["Client", "LayerPlace", "Status", "find", "live_runs"]
 
@@ -177,8 +176,8 @@ class Client:
         status = self.status()
         found = []
         for lid, (name, numel) in enumerate(zip(status.layer_names, status.layer_numels, strict=True)):
-            placement, weights = PLACEMENTS[status.placements[lid]], "host" if lid in status.streamed else "gpu"
-            found.append(LayerPlace(lid, name, numel, weights, placement.state, placement.updates))
+            placement = status.places[lid]
+            found.append(LayerPlace(lid, name, numel, placement.weights, placement.state, placement.updates))
         return found
 
     def log_tail(self, lines: int = 20) -> dict[str, list[str]]:

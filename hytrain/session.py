@@ -358,7 +358,7 @@ class Session:
 
     def _load_first(self, plan: Plan) -> None:
         """Bring first values to the device, but for blocks that stay in host memory."""
-        away = [b for b in self._blocks if all(one.lid in plan.streamed for one in b.layers)]
+        away = [b for b in self._blocks if plan.places.offloaded.issuperset(one.lid for one in b.layers)]
         stays = {known.parameter for block in away for known in block.parameters}
         for parameter in self._first.keys() - stays:
             load(parameter, self._first[parameter])

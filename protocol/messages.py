@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from protocol.address import Address
-from protocol.placement import PLACEMENTS, Placement
+from protocol.placement import Places
 from protocol.rules import MOMENTS, ON_DEVICE, Hyper
 
 #: The dtypes of weights, each with the dtypes that their gradients may have.
@@ -69,11 +69,6 @@ def _require_banks(banks: tuple[int, ...]) -> None:
 
 def _require_inbox(name: str) -> None:
     _require(_INBOX.fullmatch(name) is not None, f"{name!r} is not an inbox name")
-
-
-def _require_placements(placements: tuple[str, ...]) -> None:
-    unknown = [name for name in placements if name not in PLACEMENTS]
-    _require(not unknown, f"unknown placements {unknown}; known: {', '.join(PLACEMENTS)}")
 
 
 def _require_keys(keys: tuple[str, ...]) -> None:
@@ -373,29 +368,19 @@ class WeightsReady(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Message):
-    """Coordinator to trainer and optimizer: the placement of each layer, by LID, from step `step` on, and why.
-
-    `streamed`: the LIDs of the layers whose weights are to rest in host memory.
-    """
+    """Coordinator to trainer and optimizer: the placement of each layer from step `step` on, and why."""
 
     plan_id: int
     step: int
-    placements: tuple[str, ...]
+    places: Places
     k: float
     policy: str
     reason: str
     predicted_step_s: float | None
-    streamed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require(self.plan_id >= 0 and self.step >= 0, "plans and steps are numbered from 0")
-        _require_placements(self.placements)
-        _require(set(self.streamed) <= set(range(len(self.placements))), "streamed layers have a placement")
         _require(0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
-
-    def placement(self, lid: int) -> Placement:
-        """The placement of layer `lid`."""
-        return PLACEMENTS[self.placements[lid]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -418,18 +403,15 @@ class Reassign(Message):
 class PlanApplied(Message):
     """Trainer to both: the placements in effect from step `step` on, which is the plan's step or a later one.
 
-    The placements differ from the plan's if the GPU has no room for one of its layers. `handover_s` is how long the
-    training loop had to wait.
+    The placements differ from the plan's if the GPU has no room for one of its layers. Weights rest where they are to
+    rest from their next forward on. `handover_s` is how long the training loop had to wait.
     """
 
     plan_id: int
     step: int
-    placements: tuple[str, ...]
+    places: Places
     moved: int
     handover_s: float
-
-    def __post_init__(self) -> None:
-        _require_placements(self.placements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -513,7 +495,7 @@ class Rejoin(Message):
     """Trainer to coordinator, after Introduce and between two steps: what the last coordinator knew of its layers.
 
     `plan`: the one that it has acknowledged last. `holds`: that is agreed on, and not applied yet.
-    `placements`: those in effect. `step`: so many have ended. `moved`: so many layers have moved. `skipped`: so many
+    `places`: as in PlanApplied. `step`: so many have ended. `moved`: so many layers have moved. `skipped`: so many
     steps were skipped. `draws`: it draws a timeline.
     What was reported and is not recorded yet comes again, behind this message.
     """
@@ -522,15 +504,14 @@ class Rejoin(Message):
     calibration: Calibration
     plan: Plan
     holds: bool
-    placements: tuple[str, ...]
+    places: Places
     step: int
     moved: int
     skipped: int
     draws: bool
 
     def __post_init__(self) -> None:
-        _require_placements(self.placements)
-        placed = {len(self.placements), len(self.plan.placements)}
+        placed = {len(self.places), len(self.plan.places)}
         _require(placed == {len(self.table.layers)}, "each layer has a placement, now and with the plan")
         _require(min(self.step, self.moved, self.skipped) >= 0, "steps and moved layers are counted from 0")
 
@@ -580,7 +561,7 @@ class TrainerReport(Message):
     `starved`: the share of layers' backwards in which the device ran out of queued work.
     `gather_s`: the time of FSDP2's all-gathers, including the wait for ranks that join them later; None without any.
     `moving`: during `step`, memory of moving layers was prepared or freed, or their state was copied.
-    `streamed`: the LIDs of the layers whose weights rest in host memory.
+    `places`: those in effect in `step`.
     `gpu_usable_bytes`: what the trainer can have of the GPU's memory, less a margin. `gpu_needed_bytes`: the most that
     it has had so far. None without a GPU. `waited_bytes`: the most that gradients took in `step` which waited for
     visits, with the memory by which the window of streamed weights was wider.
@@ -605,8 +586,7 @@ class TrainerReport(Message):
     gather_s: float | None
     k: float
     moving: bool
-    placements: tuple[str, ...]
-    streamed: tuple[int, ...]
+    places: Places
     gpu_usable_bytes: int | None
     gpu_needed_bytes: int | None
     host_free_bytes: int | None
@@ -617,9 +597,6 @@ class TrainerReport(Message):
     layers: tuple[LayerTimes, ...]
     saves: bool = False
     cotrained: CoTrained | None = None
-
-    def __post_init__(self) -> None:
-        _require_placements(self.placements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -767,9 +744,8 @@ class RankStatus:
 class Status(Message):
     """Coordinator to monitors: the newest record of metrics.jsonl as JSON text, the layers and the processes.
 
-    `layer_names`, `layer_numels`, `layer_positions` and `placements` are by LID. `placements` are those in effect, and
-    `plan` is the newest plan, which may have to wait for its step. None: there is none, or no trainer.
-    `streamed`: the LIDs of the layers whose weights rest in host memory.
+    `layer_names`, `layer_numels`, `layer_positions` and `places` are by LID. `places` are those in effect, and `plan`
+    is the newest plan, which may have to wait for its step. None: there is none, or no trainer.
     `host_planes`, `device_planes`: bytes by plane in host memory, and on the trainer's device.
     `ranks`: those of the job that are known, in their order: on the first machine all. Empty if there is only one.
     `no_timeline`: why the newest timeline could not be written; "" if it could, or is being drawn.
@@ -782,8 +758,7 @@ class Status(Message):
     layer_names: tuple[str, ...]
     layer_numels: tuple[int, ...]
     layer_positions: tuple[int, ...]
-    placements: tuple[str, ...]
-    streamed: tuple[int, ...]
+    places: Places
     host_planes: dict[str, int]
     device_planes: dict[str, int]
     plan: Plan | None
@@ -791,9 +766,6 @@ class Status(Message):
     reason: str
     ranks: tuple[RankStatus, ...]
     no_timeline: str = ""
-
-    def __post_init__(self) -> None:
-        _require_placements(self.placements)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

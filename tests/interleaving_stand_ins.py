@@ -48,6 +48,7 @@ from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import STATE_PLANES
 from protocol.handshake import HandshakeError
+from protocol.placement import Places
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Send
 from workers.update_queue import Tile, UpdateQueue
@@ -454,12 +455,12 @@ class Planner:
 
     def propose(self, step: int) -> None:
         lids = range(len(self.world.layers))
-        placements = tuple(self.world.rng.choice(self.choices[lid % len(self.choices)]) for lid in lids)
+        owned = Places(tuple(self.world.rng.choice(self.choices[lid % len(self.choices)]) for lid in lids))
         why: Any = {"k": 0.0, "policy": "random", "reason": "", "predicted_step_s": None}
-        stays = (layer for layer in self.world.layers if layer.streamed is None or placements[layer.lid] == "gpu")
+        stays = (layer for layer in self.world.layers if layer.streamed is None or layer.lid in owned.gpu)
         streamed = {*lids}.difference(layer.lid for layer in stays)
-        why["streamed"] = tuple(lid for lid in streamed if self.world.chance.random() < 0.8)
-        plan = m.Plan(plan_id=self.ledger.next_id, step=step, placements=placements, **why)
+        places = owned.offload({lid for lid in streamed if self.world.chance.random() < 0.8})
+        plan = m.Plan(plan_id=self.ledger.next_id, step=step, places=places, **why)
         for role in ("trainer", "optimizer"):
             self.world.send("coordinator", role, plan)
         self.ledger.propose(plan)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from protocol import codec
 from protocol import messages as m
 from protocol.address import ROLES, Address
-from protocol.placement import PLACEMENTS
+from protocol.placement import PLACEMENTS, Places
 from protocol.rules import HYPERS, MOMENTS, ON_DEVICE, Hyper
 
 MESSAGES: tuple[type, ...] = tuple(codec.MESSAGES.values())
@@ -46,7 +46,6 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.LayerTable, "visit"): st.none() | st.floats(0, 1),
     (m.LayerTable, "stream"): st.none() | st.floats(0, 1),
     (m.LayerTable, "blocks"): st.just(()),
-    (m.Plan, "streamed"): st.just(()),
     (m.LayerTable, "objective"): st.sampled_from(m.OBJECTIVES),
     **{(m.Calibration, name): SECONDS_EACH for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")},
     (m.StepBegin, "float_mode"): st.integers(0, m.FLOAT_MODES - 1),
@@ -57,7 +56,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.GradReady, "counts"): st.lists(COUNTS, min_size=1, max_size=4).map(tuple).filter(any),
     (m.Verdict, "scale"): st.floats(0, 2**20),
     **{(cls, "banks"): st.lists(st.integers(0, 1), max_size=4).map(tuple) for cls in (m.WeightsReady, m.TakeOver)},
-    **{(cls, "placements"): NAMES for cls in (m.Plan, m.PlanApplied, m.TrainerReport, m.Status)},
+    (Places, "names"): NAMES,
     (m.Plan, "k"): st.floats(0, 1),
     (m.LendMemory, "nbytes"): st.integers(1, 2**63),
     (m.WeightsAt, "parameters"): st.just((3, 5)),
@@ -125,15 +124,15 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
 def rejoins(draw: st.DrawFn) -> m.Rejoin:
     table = draw(instances(m.LayerTable))
 
-    def placements() -> tuple[str, ...]:
-        return tuple(draw(st.sampled_from(sorted(PLACEMENTS))) for _ in table.layers)
+    def places() -> Places:
+        return Places(tuple(draw(st.sampled_from(sorted(PLACEMENTS))) for _ in table.layers))
 
     return m.Rejoin(
         table=table,
         calibration=draw(instances(m.Calibration)),
-        plan=dataclasses.replace(draw(instances(m.Plan)), placements=placements(), streamed=()),
+        plan=dataclasses.replace(draw(instances(m.Plan)), places=places()),
         holds=draw(st.booleans()),
-        placements=placements(),
+        places=places(),
         step=draw(COUNTS),
         moved=draw(COUNTS),
         skipped=draw(COUNTS),

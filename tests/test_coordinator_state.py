@@ -20,7 +20,7 @@ from protocol.address import Address
 from protocol.handles import layout
 from protocol.handshake import HandshakeError
 from protocol.metrics import BY_NAME
-from protocol.placement import CPU, GPU, VISIT
+from protocol.placement import CPU, GPU, VISIT, Places
 from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
@@ -45,12 +45,12 @@ TRAINER, OPTIMIZER, MONITOR = Address("trainer", 0), Address("optimizer", 0), Ad
 Sent = list[tuple[Address, m.Message]]
 
 
-def on_gpu(placements: Sequence[str]) -> tuple[int, ...]:
-    return tuple(lid for lid, name in enumerate(placements) if name == "gpu")
+def on_gpu(places: Places) -> tuple[int, ...]:
+    return tuple(sorted(places.gpu))
 
 
-def placed(gpu_lids: Sequence[int], layers: int = LAYERS) -> tuple[str, ...]:
-    return tuple("gpu" if lid in gpu_lids else "cpu" for lid in range(layers))
+def placed(gpu_lids: Sequence[int], layers: int = LAYERS) -> Places:
+    return Places.chosen(layers, frozenset(gpu_lids))
 
 
 def usual_sender(message: m.Message) -> Address:
@@ -123,7 +123,7 @@ class Driver:
 
     @property
     def owned(self) -> tuple[int, ...]:
-        return on_gpu(self.status().placements)
+        return on_gpu(self.status().places)
 
     # ------------------------------------------------------------ a run
 
@@ -191,8 +191,8 @@ def ack(plan_id: int, accepted: bool = True, reason: str = "") -> m.PlanAck:
 
 
 def applied(plan: m.Plan, gpu_lids: tuple[int, ...] | None = None, moved: int = 2) -> m.PlanApplied:
-    placements = plan.placements if gpu_lids is None else placed(gpu_lids)
-    return m.PlanApplied(plan_id=plan.plan_id, step=plan.step, placements=placements, moved=moved, handover_s=0.25)
+    places = plan.places if gpu_lids is None else placed(gpu_lids)
+    return m.PlanApplied(plan_id=plan.plan_id, step=plan.step, places=places, moved=moved, handover_s=0.25)
 
 
 def times(forward_s: float = 1e-3, backward_s: float = 2e-3, layers: int = LAYERS) -> tuple[m.LayerTimes, ...]:
@@ -207,7 +207,6 @@ STEP |= {
     "starved": 0.0,
     "gather_s": None,
     "moving": False,
-    "streamed": (),
     "gpu_usable_bytes": None,
     "gpu_needed_bytes": None,
     "host_free_bytes": None,
@@ -216,12 +215,12 @@ STEP |= {
     "to_device_bytes": 3 << 20,
     "to_host_bytes": 2 << 20,
 }
-REPORT = m.TrainerReport(**STEP, placements=placed(()), layers=times())
+REPORT = m.TrainerReport(**STEP, places=placed(()), layers=times())
 
 
 def report(step: int, gpu_lids: tuple[int, ...] = (), **changes: Any) -> m.TrainerReport:
     usual = {"step": step, "number": step + 1, "at_s": 100.0 + step, "measured": step, "k": len(gpu_lids) / LAYERS}
-    return replace(REPORT, **({**usual, "placements": placed(gpu_lids)} | changes))
+    return replace(REPORT, **({**usual, "places": placed(gpu_lids)} | changes))
 
 
 def cpu_report(step: int, update_s: float, lids: Sequence[int] = (2, 3), threads: int = 4) -> m.OptimizerReport:
@@ -289,7 +288,7 @@ def test_the_first_plan_waits_for_both_calibrations(
     driver.handle(table(k=k, policy="fixed"))
     assert driver.sent(*first) == []
     plan = driver.plan(*last)
-    assert (plan.plan_id, plan.step, on_gpu(plan.placements), plan.k) == (0, 0, gpu_lids, len(gpu_lids) / LAYERS)
+    assert (plan.plan_id, plan.step, on_gpu(plan.places), plan.k) == (0, 0, gpu_lids, len(gpu_lids) / LAYERS)
     driver.hold(plan)
     assert driver.notes == "plan 0 in effect from step 0 on: moved 2 layers, the loop waited 250.0 ms"
     assert driver.owned == gpu_lids and driver.status().layer_names == tuple(f"block {lid}" for lid in ALL)
@@ -301,11 +300,11 @@ def test_k_auto_begins_with_what_the_host_cannot_hold(driver: Driver, objective:
     size = layout(TABLE.layers[0]).nbytes
     room = {"host_bytes": 3 * size, "gpu_bytes": 1 << 40, "device": "cuda"}
     plan = driver.start(policy="deadline", objective=objective, **room)
-    assert on_gpu(plan.placements) == (0,)
+    assert on_gpu(plan.places) == (0,)
     driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
     grown = driver.sent(report(WARM_UP_STEPS, (0,), gpu_usable_bytes=1 << 40, gpu_needed_bytes=0))
     assert bool(grown) == (objective != "gpu-memory")
-    assert all(len(on_gpu(plan.placements)) > 1 for _, plan in grown)
+    assert all(len(on_gpu(plan.places)) > 1 for _, plan in grown)
 
 
 @pytest.mark.parametrize(("gpu_update_s", "moves"), [(1e-12, True), (1e-3, False)])
@@ -323,7 +322,7 @@ def test_streamed_weights_need_room_on_the_gpu_with_the_state(driver: Driver) ->
     streamed, blocks = Driver(), tuple((lid,) for lid in ALL)
     room = {"gpu_bytes": (LAYERS * 10 + 3) * SEGMENT.numel, "window_bytes": 2 * SEGMENT.numel}
     plan = streamed.start(k=1.0, stream=1.0, blocks=blocks, **room)
-    assert (plan.k, plan.streamed) == (0.75, (3,))
+    assert (plan.k, plan.places.offloaded) == (0.75, {3})
 
 
 def test_where_gradients_have_no_room_all_layers_visit_at_first(driver: Driver) -> None:
@@ -331,9 +330,9 @@ def test_where_gradients_have_no_room_all_layers_visit_at_first(driver: Driver) 
     whole = layout(TABLE.layers[0]).nbytes
     room = {"device": "cuda", "gpu_bytes": 1 << 40, "policy": "deadline", "visit": None}
     plan = driver.start(**room, host_bytes=LAYERS * whole)
-    assert set(plan.placements) == {CPU.name}
+    assert set(plan.places) == {CPU}
     tight = Driver().start(**room, host_bytes=LAYERS * whole - 1)
-    assert set(tight.placements) == {VISIT.name}
+    assert set(tight.places) == {VISIT}
 
 
 def test_gradients_get_host_memory_after_others_have_left(driver: Driver) -> None:
@@ -342,15 +341,15 @@ def test_gradients_get_host_memory_after_others_have_left(driver: Driver) -> Non
     first = driver.start(
         policy="deadline", visit=None, device="cuda", gpu_bytes=1 << 40, host_bytes=LAYERS * (whole - grads) + grads
     )
-    assert set(first.placements) == {VISIT.name}
+    assert set(first.places) == {VISIT}
     found = []
     for step in (4, 8):
         wanted = _Wanted(frozenset({0, 1}), (0.0, 0.0), "so", 1.0)
         _, to_trainer, _ = driver.planning._propose(wanted, step)
         assert isinstance(to_trainer, Send) and isinstance(plan := to_trainer.message, m.Plan)
         driver.hold(plan)
-        found.append(plan.placements)
-    assert found == [(GPU.name, GPU.name, CPU.name, other) for other in (VISIT.name, CPU.name)]
+        found.append(plan.places)
+    assert found == [Places.of([GPU, GPU, CPU, other]) for other in (VISIT, CPU)]
 
 
 def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
@@ -374,13 +373,13 @@ def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
 
 def test_copies_that_wait_for_visits_do_not_tell_how_fast_the_link_is(driver: Driver) -> None:
     driver.start()
-    visits = (VISIT.name, *REPORT.placements[1:])
+    visits = REPORT.places.moved({0}, VISIT)
     found = []
-    for first, placements, copy_s in ((0, REPORT.placements, 1e-3), (10, visits, 1.0), (20, REPORT.placements, 2e-3)):
+    for first, places, copy_s in ((0, REPORT.places, 1e-3), (10, visits, 1.0), (20, REPORT.places, 2e-3)):
         for step in range(first, first + 10):
             driver.handle(cpu_report(step, 1e-3, ALL))
             layers = tuple(replace(each, h2d_s=copy_s, d2h_s=copy_s) for each in times())
-            driver.handle(report(step, placements=placements, layers=layers))
+            driver.handle(report(step, places=places, layers=layers))
         found += [(layer.h2d_s, layer.d2h_s) for layer in driver.profile.layers[:1]]
     assert found == [pytest.approx(2 * (copy_s,)) for copy_s in (1e-3, 1e-3, 2e-3)]
 
@@ -404,7 +403,7 @@ def test_layers_that_are_beyond_their_bounds_can_leave(driver: Driver) -> None:
     planning = driver.planning
     planning._limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=None)
     _, to_trainer, _ = planning._propose(_Wanted(frozenset({0}), (0.0, 0.0), "so", None), 9)
-    assert isinstance(to_trainer, Send) and on_gpu(to_trainer.message.placements) == (0,)
+    assert isinstance(to_trainer, Send) and on_gpu(to_trainer.message.places) == (0,)
 
 
 @pytest.mark.parametrize("room_for_both", [True, False])
@@ -414,12 +413,12 @@ def test_what_comes_to_the_gpu_waits_for_what_leaves(driver: Driver, room_for_bo
     state, weights, waiting = 10 * element, 2 * element, 2 * 2 * element
     blocks = tuple((lid,) for lid in ALL)
     start = driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40, stream=0.5, blocks=blocks)
-    assert start.streamed == (0, 2)
+    assert start.places.offloaded == {0, 2}
     usable = 2 * state + (2 + room_for_both) * weights + waiting
 
     def follow(step: int, plan: m.Plan) -> Sent:
-        where = {"gpu_lids": on_gpu(plan.placements), "streamed": plan.streamed}
-        needed = len(on_gpu(plan.placements)) * state + (LAYERS - len(plan.streamed)) * weights
+        where = {"places": plan.places}
+        needed = len(on_gpu(plan.places)) * state + (LAYERS - len(plan.places.offloaded)) * weights
         return driver.sent(report(step, **where, gpu_usable_bytes=usable, gpu_needed_bytes=needed))
 
     def asked(first_step: int, plan: m.Plan) -> m.Plan:
@@ -430,11 +429,11 @@ def test_what_comes_to_the_gpu_waits_for_what_leaves(driver: Driver, room_for_bo
     driver.answer(m.Command(name="k", value="0.5"))
     plan = asked(2, start)
     if not room_for_both:
-        assert (on_gpu(plan.placements), plan.streamed) == ((0,), (2, 3)) and "first what there is" in plan.reason
+        assert (on_gpu(plan.places), plan.places.offloaded) == ((0,), {2, 3}) and "first what there is" in plan.reason
         driver.hold(plan, moved=0)
         driver.planning.k = 0.0  # the rest of that plan comes, not another one
         plan = asked(12, plan)
-    assert (on_gpu(plan.placements), plan.streamed) == ((0, 1), (2, 3))
+    assert (on_gpu(plan.places), plan.places.offloaded) == ((0, 1), {2, 3})
 
 
 def test_the_rest_of_a_plan_is_decided_anew_if_it_has_no_room_any_more(driver: Driver) -> None:
@@ -461,7 +460,7 @@ def test_planes_give_way_to_others_who_take_host_memory(driver: Driver) -> None:
     driver.handle(report(step + 1, host_free_bytes=9, moving=True, **usable))
     assert driver.planning._limits.host_bytes == planes + 7
     plan = driver.plan(report(step + 2, host_free_bytes=-MARGIN_TO_OTHERS - 1, **usable))
-    assert len(on_gpu(plan.placements)) == LAYERS and "host memory" in plan.reason
+    assert len(on_gpu(plan.places)) == LAYERS and "host memory" in plan.reason
 
 
 def test_activations_take_host_memory_that_planes_cannot_have(driver: Driver) -> None:
@@ -498,35 +497,35 @@ def test_visits_are_planned_if_they_are_wanted(driver: Driver) -> None:
     driver.start(policy="deadline", visit=None, device="cuda")
     driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
     plan = driver.plan(report(WARM_UP_STEPS))
-    assert "visit" in plan.placements and "visit the GPU" in plan.reason
+    assert plan.places.visiting and "visit the GPU" in plan.reason
     driver.hold(plan)
     driver.ask("k", "0.5")
-    fixed = driver.plan(report(plan.step + 1, on_gpu(plan.placements)))
-    assert "visit" not in fixed.placements and fixed.k == 0.5
+    fixed = driver.plan(report(plan.step + 1, on_gpu(plan.places)))
+    assert not fixed.places.visiting and fixed.k == 0.5
 
 
 def test_visits_for_which_there_was_no_room_are_not_counted_on(driver: Driver) -> None:
     driver.start(policy="deadline", visit=None, device="cuda")
     driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
     plan = driver.plan(report(WARM_UP_STEPS))
-    owned = on_gpu(plan.placements)
+    owned = on_gpu(plan.places)
     driver.hold(plan, owned)
-    assert "visit" in plan.placements and driver.planning._shares == (0.0, 0.0)
+    assert plan.places.visiting and driver.planning._shares == (0.0, 0.0)
     again = driver.plan(report(plan.step + 1, owned))
-    assert "visit" in again.placements, "it may have room by now"
+    assert again.places.visiting, "it may have room by now"
 
 
 def test_visits_that_were_drawn_end_with_the_policy(driver: Driver) -> None:
     driver.start(policy="random")
     step = WARM_UP_STEPS
-    while "visit" not in driver.status().placements:
-        if sent := driver.sent(report(step, driver.owned, placements=driver.status().placements)):
+    while not driver.status().places.visiting:
+        if sent := driver.sent(report(step, driver.owned, places=driver.status().places)):
             driver.hold(sent[0][1])
         step += 1
-    before = driver.status().placements
+    before = driver.status().places
     driver.ask("k", str(len(on_gpu(before)) / LAYERS))
-    plan = driver.plan(report(step, driver.owned, placements=before))
-    assert "visit" not in plan.placements and plan.k == len(on_gpu(before)) / LAYERS
+    plan = driver.plan(report(step, driver.owned, places=before))
+    assert not plan.places.visiting and plan.k == len(on_gpu(before)) / LAYERS
 
 
 def test_a_trainer_that_no_plan_fits_is_told_so(driver: Driver) -> None:
@@ -553,7 +552,7 @@ def test_the_first_measured_step_is_planned_from_at_once() -> None:
     driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
     assert [driver.sent(report(step)) for step in range(WARM_UP_STEPS)] == [[]] * WARM_UP_STEPS, "warming up"
     plan = driver.plan(report(WARM_UP_STEPS))
-    assert plan.step == WARM_UP_STEPS + 2 and len(on_gpu(plan.placements)) > 1
+    assert plan.step == WARM_UP_STEPS + 2 and len(on_gpu(plan.places)) > 1
 
 
 def test_a_coordinator_that_is_late_records_steps_and_plans_once_it_has_caught_up() -> None:
@@ -566,7 +565,7 @@ def test_a_coordinator_that_is_late_records_steps_and_plans_once_it_has_caught_u
     assert len(driver.written) == WARM_UP_STEPS, "the others await the loop's own numbers"
     assert driver.planning._book.profile() is None, "nothing is estimated from these steps"
     plan = driver.plan(report(late))
-    assert plan.step == late + 2 and len(on_gpu(plan.placements)) > 1
+    assert plan.step == late + 2 and len(on_gpu(plan.places)) > 1
     driver.hold(plan, moved=1)
     driver.ask("policy", "random")
     driver.now_s += 2.0
@@ -579,7 +578,7 @@ def test_steps_in_which_layers_or_memory_moved_are_not_planned_from(driver: Driv
     """Of memory the trainer says so with the step's report; what was measured in the step comes later."""
     plan = late(driver)
     driver.hold(plan, moved=0 if moving else 2)
-    before, owned, slow = driver.profile, on_gpu(plan.placements), {"layers": times(1.2e-3, 2.4e-3), "step_s": 9.0}
+    before, owned, slow = driver.profile, on_gpu(plan.places), {"layers": times(1.2e-3, 2.4e-3), "step_s": 9.0}
     driver.handle(report(plan.step, owned, moving=moving, measured=None))
     driver.handle(cpu_report(plan.step, 99.0))
     driver.handle(report(plan.step + 1, owned, measured=plan.step, **slow))
@@ -640,14 +639,14 @@ def test_plans_come_every_so_many_steps_and_only_where_they_change_something() -
     assert driver.next_plan(0, 5) is None
     driver.ask("k", "1.0")
     plan = driver.next_plan(5, 1)
-    assert plan.step == 7 and on_gpu(plan.placements) == ALL and plan.policy == "fixed"
+    assert plan.step == 7 and on_gpu(plan.places) == ALL and plan.policy == "fixed"
 
 
 def test_positions_that_were_learned_decide_what_the_gpu_owns(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.25)
     driver.handle(m.PositionsLearned(positions=(3, 2, 1, 0)))
     assert driver.status().layer_positions == (3, 2, 1, 0)
-    assert on_gpu(driver.next_plan().placements) == (3,)
+    assert on_gpu(driver.next_plan().places) == (3,)
     with pytest.raises(ValueError, match="every layer"):
         driver.handle(m.PositionsLearned(positions=(0, 1)))
 
@@ -748,7 +747,7 @@ def test_policy_and_objective_are_commands(driver: Driver, objective: str, gpu_l
     for name, value in (("k", "1.0"), ("k", "auto"), ("objective", objective)):
         driver.ask(name, value)
     plan = driver.next_plan(1)
-    assert plan.policy == "deadline" and on_gpu(plan.placements) == gpu_lids
+    assert plan.policy == "deadline" and on_gpu(plan.places) == gpu_lids
     driver.handle(m.Log(step=2, numbers={}))
     assert driver.records[-1]["objective"] == objective and driver.records[-1]["policy"] == "deadline"
 
@@ -790,7 +789,7 @@ def test_after_a_change_of_threads_a_plan_waits_for_the_cpus_times(driver: Drive
     if told:
         driver.handle(cpu_report(2, 10.0, ALL, threads=1))
         assert driver.planning._awaits_cpu_times(), "they are taken in once their step was measured"
-        assert len(on_gpu(driver.plan(report(3, measured=2)).placements)) > 0
+        assert len(on_gpu(driver.plan(report(3, measured=2)).places)) > 0
     else:
         waited = [driver.sent(report(step)) for step in range(3, 3 + CPU_PATIENCE_STEPS)]
         assert waited == [[]] * CPU_PATIENCE_STEPS and not driver.planning._awaits_cpu_times()
@@ -817,7 +816,7 @@ def test_commands_and_clipping_are_remembered_while_the_same_training_goes_on(dr
 def test_a_record_waits_for_the_loops_own_numbers(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.5)
     driver.handle(replace(cpu_report(3, 0.1, lids=(2,)), busy_s=0.25))
-    driver.handle(report(4, (0, 1), placements=("gpu", "gpu", "visit", "cpu")))
+    driver.handle(report(4, (0, 1), places=Places(("gpu", "gpu", "visit", "cpu"))))
     assert driver.records == []
     driver.handle(m.Log(step=5, numbers={"loss": 1.5}))
     (record,) = driver.records
@@ -896,13 +895,13 @@ def test_monitors_may_ask_for_the_last_records(driver: Driver) -> None:
 def test_a_status_has_the_plan_that_is_to_come(driver: Driver) -> None:
     assert driver.status().plan is None
     first = driver.start(policy="fixed", k=0.0, stream=1.0, blocks=tuple((lid,) for lid in ALL))
-    assert driver.status().plan == first and driver.status().streamed == ()
-    driver.handle(report(0, streamed=(2, 1)))
+    assert driver.status().plan == first and not driver.status().places.offloaded
+    driver.handle(report(0, places=placed(()).offload({1, 2})))
     driver.handle(m.Command(name="k", value="1"))
     plan = driver.next_plan(1)
     status = driver.status()
     assert status.plan == plan and plan is not None and plan.reason == status.reason
-    assert (status.streamed, set(status.placements), set(plan.placements)) == ((), {CPU.name}, {GPU.name})
+    assert (set(status.places), set(plan.places)) == ({CPU}, {GPU})
 
 
 @pytest.mark.parametrize("awaits_verdict", [False, True])
@@ -916,7 +915,7 @@ def test_a_status_says_what_each_plane_takes(driver: Driver, awaits_verdict: boo
     undoes = {"awaits_verdict": awaits_verdict, "speculate": None if awaits_verdict else False}
     driver.start(**shares, **memory, **undoes)
     status, numel = driver.status(), 1 << 20
-    assert sorted(status.placements) == [CPU.name, CPU.name, GPU.name, VISIT.name]
+    assert sorted(status.places.names) == [CPU.name, CPU.name, GPU.name, VISIT.name]
     banks = 2 if awaits_verdict else 1
     moments = dict.fromkeys(("exp_avg", "exp_avg_sq"), 4 * numel)
     state = {"weights": 2 * numel, "remainder": 2 * numel, **moments}
@@ -925,8 +924,8 @@ def test_a_status_says_what_each_plane_takes(driver: Driver, awaits_verdict: boo
     held = {"grads": 2 * 2 * numel} if awaits_verdict else {}
     device = {**held, "weights": 4 * 2 * numel, "remainder": 2 * numel, **moments}
     assert status.device_planes == {**device, "ring": 900}
-    lid = status.placements.index(CPU.name)
-    driver.handle(report(0, placements=status.placements, streamed=(lid,)))
+    lid = min(status.places.cpu)
+    driver.handle(report(0, places=status.places.offload({lid})))
     assert driver.status().device_planes == {**device, "weights": 3 * 2 * numel, "window": 700, "ring": 900}
     driver.handle(m.Log(step=1, numbers={}))
     [record] = driver.records
@@ -940,7 +939,7 @@ def test_planes_are_those_of_the_rule() -> None:
         for rule in ("lion", "sgd_momentum", "sgd")
     ]
     layers = tuple(m.Layer(lid=0, position=0, name="0", segments=(segment,)) for segment in segments)
-    found = [PlaneBytes(Mock(layers=(layer,), banks=1)).of([CPU.name], frozenset())[0] for layer in layers]
+    found = [PlaneBytes(Mock(layers=(layer,), banks=1)).of(Places.of([CPU]))[0] for layer in layers]
     always = {"grads": 2 * numel, "weights": 2 * numel, "remainder": 2 * numel}
     assert found == [always | {"exp_avg": 4 * numel}, always | {"momentum_buffer": 4 * numel}, always]
 
@@ -1053,9 +1052,9 @@ def test_trainers_are_planned_each_by_itself(driver: Driver) -> None:
     assert driver.sent(ack(0), OPTIMIZER) == [] == driver.sent(ack(0), OTHER)
     assert driver.sent(ack(0), SERVING) == [(OTHER, m.Reassign(plan_id=0))]
     driver.handle(applied(plan, moved=0), OTHER)
-    assert driver.state.fleet.seat(1).planning.placements == ("gpu", "gpu") and driver.owned == (0, 1)
+    assert driver.state.fleet.seat(1).planning.places == placed((0, 1), layers=2) and driver.owned == (0, 1)
     driver.handle(report(0, (0, 1)))
-    driver.handle(report(4, placements=("gpu", "gpu"), layers=times(layers=2)), OTHER)
+    driver.handle(report(4, places=placed((0, 1), layers=2), layers=times(layers=2)), OTHER)
     for sender, step in ((OTHER, 5), (TRAINER, 1)):
         driver.handle(m.Log(step=step, numbers={"loss": 2.0}), sender)
         lines = [(c.rank, json.loads(c.line)["step"]) for c in driver.commands if isinstance(c, Write)]
@@ -1193,15 +1192,15 @@ def test_a_trainer_that_is_gone_without_a_goodbye_leaves_its_place(driver: Drive
 def test_visits_and_updates_are_known_as_if_alone(driver: Driver) -> None:
     """They slow each other down, which the simulation adds for each plan."""
     driver.start(policy="fixed", k=0.0, visit=0.5, device="cuda", gpu_bytes=1 << 40)
-    placements = driver.status().placements
-    visiting = [lid for lid in ALL if placements[lid] == VISIT.name]
+    places = driver.status().places
+    visiting = sorted(places.visiting)
     others = [lid for lid in ALL if lid not in visiting]
     layers = tuple(replace(each, visit_s=1e-3 if each.lid in visiting else None) for each in times())
     for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 40):
         driver.handle(cpu_report(step, 1e-3, lids=others))
-        driver.handle(report(step, placements=placements, layers=layers))
+        driver.handle(report(step, places=places, layers=layers))
     profile = driver.profile
-    crowding = profile.crowding(frozenset(), frozenset(visiting), frozenset())
+    crowding = profile.crowding(places)
     assert min(crowding.cpu, crowding.visits) > 1.05
     found = {layer.lid: layer for layer in profile.layers}
     assert found[visiting[0]].visit_s * crowding.visits == pytest.approx(1e-3, rel=0.02)
@@ -1220,11 +1219,11 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
     start = driver.start(
         policy="fixed", k=0.0, visit=1.0, device="cuda", gpu_bytes=1 << 40, ring_bytes=ring, hold_bytes=hold
     )
-    assert set(start.placements) == {VISIT.name}
-    cpu = (CPU.name,) * LAYERS
+    assert set(start.places) == {VISIT}
+    cpu = placed(())
 
-    def room(step: int, placements: Sequence[str], needed: int, waited: int = 0) -> int | None:
-        where: dict[str, Any] = {"placements": tuple(placements), "waited_bytes": waited}
+    def room(step: int, places: Places, needed: int, waited: int = 0) -> int | None:
+        where: dict[str, Any] = {"places": places, "waited_bytes": waited}
         driver.handle(report(step, **where, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed))
         return driver.planning._limits.gpu_state_bytes
 
@@ -1236,14 +1235,14 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
         return 10_000 - bound
 
     assert room(1, cpu, 20 * state) == 80 * state - waiting and for_visits() == ring + hold
-    assert room(2, start.placements, 20 * state + ring) == 80 * state - waiting - ring and for_visits() == hold
+    assert room(2, start.places, 20 * state + ring) == 80 * state - waiting - ring and for_visits() == hold
     assert [room(step, cpu, 20 * state + ring) for step in (3, 4, 5)] == [80 * state - waiting - ring] * 3
     for step, waited, more in ((6, 3000, 2000), (7, 6000, 0), (8, 1000, 0)):
         room(step, cpu, 20 * state + ring, waited)
-        assert for_visits() == more == driver.planning._on_gpu_bytes(frozenset(), frozenset({1}), frozenset())
+        assert for_visits() == more == driver.planning._bytes_of(cpu.moved({1}, VISIT))[0]
     room(9, cpu, 20 * state + ring + 1, 1000)
     assert for_visits() == 4000, "another peak, with less of them in it"
-    on_gpu = (GPU.name, *cpu[1:])
+    on_gpu = placed((0,))
     for step in (10, 11, 12):
         room(step, on_gpu, 20 * state + ring + 1, 600)
     assert for_visits() == 4400, "less is needed than at the peak, as these steps show with fewer of them"
@@ -1286,7 +1285,7 @@ def test_steps_under_other_streamed_weights_say_nothing_of_the_present_ones(driv
     driver.start(policy="fixed", k=0.0, stream=1.0, blocks=tuple((lid,) for lid in ALL))
     for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 3):
         driver.handle(cpu_report(step, 1e-3, lids=ALL))
-        driver.handle(report(step, streamed=ALL, measured=step))
+        driver.handle(report(step, places=placed(()).offload(set(ALL)), measured=step))
     counted = {shares: found.count for shares, found in driver.planning._residuals.items()}
     assert list(counted.values()) == [3]
     driver.handle(report(step + 1, measured=step))
@@ -1296,26 +1295,25 @@ def test_steps_under_other_streamed_weights_say_nothing_of_the_present_ones(driv
 def test_what_is_known_of_short_visits_beside_many_copies_never_shrinks(driver: Driver) -> None:
     """They end long before the copies."""
     driver.start(policy="fixed", k=0.0, visit=0.25, device="cuda", gpu_bytes=1 << 40)
-    placements = driver.status().placements
-    visiting = placements.index(VISIT.name)
+    places = driver.status().places
+    [visiting] = places.visiting
     copies = {"d2h_s": 1e-2, "h2d_s": 1e-2}
     known = []
     for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 200):
         layers = tuple(replace(each, **copies) for each in times())
         if step > WARM_UP_STEPS:
             layers = tuple(replace(each, visit_s=1e-4 if each.lid == visiting else None) for each in layers)
-        where = placements if step > WARM_UP_STEPS else (CPU.name,) * LAYERS
+        where = places if step > WARM_UP_STEPS else placed(())
         driver.handle(cpu_report(step, 1e-3, lids=[lid for lid in ALL if lid != visiting]))
-        driver.handle(report(step, placements=where, layers=layers))
+        driver.handle(report(step, places=where, layers=layers))
         known.append(driver.profile.layers[visiting].visit_s)
     assert 1e-4 / 5 < known[-1] == pytest.approx(known[20], rel=1e-3)
 
 
 def test_visits_need_room_besides_what_is_placed(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40, ring_bytes=1000, hold_bytes=5000)
-    planning, none = driver.planning, frozenset[int]()
-    assert planning._on_gpu_bytes(none, none, none) == 0
-    assert planning._on_gpu_bytes(none, frozenset({1}), none) == 6000
+    assert driver.planning._bytes_of(placed(()))[0] == 0
+    assert driver.planning._bytes_of(placed(()).moved({1}, VISIT))[0] == 6000
 
 
 def test_how_far_steps_miss_the_simulation_is_remembered_by_shares(driver: Driver) -> None:

@@ -210,7 +210,7 @@ def one_is_enough(real: Any, ledger: PlanLedger, role: str, ack: m.PlanAck) -> A
 
 def only_the_last_counts(real: Any, book: PlanBook, plan_id: int, lid: int) -> Placement | None:
     """A handover is judged by the newest plan, which may not be the one that it belongs to."""
-    return None if book.plan is None else book.plan.placement(lid)
+    return None if book.plan is None else book.plan.places[lid]
 
 
 def fetches_at_once(real: Any, streams: Streams, copies: Any, *, after: Any) -> Transfer:

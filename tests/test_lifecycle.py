@@ -24,7 +24,7 @@ def life_in(state: State, placement: Placement = CPU, step: int = 5) -> LayerLif
     life = LayerLife(3, placement)
     if placement.updates == "gpu":
         life.on(Event.FILLED, step)
-    for event, after in TRIP if placement is CPU else []:
+    for event, after in TRIP if placement.updates == "cpu" else []:
         life.on(event, step)
         assert (life.state, life.updated, life.is_current) == (after, step, after is State.CURRENT)
         if after is state:

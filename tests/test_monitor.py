@@ -28,6 +28,7 @@ from hytrain.config import Cluster
 from hytrain.monitoring import Client
 from protocol import messages as m
 from protocol.address import Address
+from protocol.placement import Places
 from workers import monitor, observer, run_folder
 from workers import monitor_view as view
 from workers.monitor_view import Snapshot
@@ -288,8 +289,7 @@ def status(**changed: Any) -> m.Status:
         "layer_names": ("a", "b"),
         "layer_numels": (1, 3),
         "layer_positions": (0, 1),
-        "placements": ("gpu", "cpu"),
-        "streamed": (),
+        "places": Places(("gpu", "cpu")),
         "host_planes": {"grads": 3 * 2**30, "weights": 2**30},
         "device_planes": {"weights": 2**31},
         "plan": None,
@@ -456,7 +456,7 @@ def test_the_table_says_who_owns_what_and_why() -> None:
     for record, busy in ((RECORD, "0.0 ms 0%"), (RECORD | {"cpu_parts": 2, "cpu_part_s": 0.4}, "800.0 ms 40%")):
         text = view.as_text(Snapshot(status(record=json.dumps(record)), ((helper, usage),)))
         assert re.search(rf"^cpu_trainer-0 .* {busy} +trains 2 parts of each batch$", text, re.MULTILINE)
-    none_yet = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=())
+    none_yet = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), places=Places(()))
     text = view.as_text(Snapshot(none_yet, ()))
     assert "no step has ended yet" in text and "layers" not in text
 

@@ -20,6 +20,7 @@ from hytrain.monitoring import TAIL_BYTES, Client, LayerPlace
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import REPLIES_HIGH_WATER_MARK, Network
+from protocol.placement import Places
 from workers.history import ANSWER_BYTES, NBYTES, RECORDS, History
 
 TOKEN = "token"
@@ -114,7 +115,7 @@ def run(no_leaks: None, tmp_path: Path) -> Iterator[Run]:
 
 @pytest.mark.spawns
 def test_a_client_asks_and_tells_in_words_what_was_refused(run: Run, tmp_path: Path) -> None:
-    placed = status(placements=("gpu", "visit"), streamed=(1,))
+    placed = status(places=Places(("gpu", "visit-offloaded")))
     answers = (
         m.History(records=(line(3, loss=1.5),)),
         placed,

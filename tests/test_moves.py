@@ -8,11 +8,11 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain.planner import LayerFacts, Places, first_part
-from protocol.placement import CPU, GPU, PLACEMENTS, VISIT
+from hytrain.planner import LayerFacts, first_part
+from protocol.placement import CPU, GPU, PLACEMENTS, VISIT, Places
 
 LAYERS, IN_A_BLOCK = 6, 2
-NAMES = sorted(PLACEMENTS)
+RESIDENT = sorted(name for name, placement in PLACEMENTS.items() if placement.weights == "gpu")
 STATE, WEIGHTS, GRADS = 10, 2, 2
 
 
@@ -23,13 +23,11 @@ class Machine(NamedTuple):
 
     def takes(self, now: Places, then: Places) -> tuple[int, int]:
         """Bytes on the GPU and on the host, with both at once."""
-        pairs = list(zip(now.placements, then.placements, strict=True))
-        on_gpu = STATE * sum(GPU.name in pair for pair in pairs) + WEIGHTS * (
-            LAYERS - len(now.streamed & then.streamed)
-        )
-        on_gpu += self.for_visits * any(VISIT.name in pair for pair in pairs)
-        host_of = {GPU.name: 0, VISIT.name: STATE + WEIGHTS, CPU.name: STATE + WEIGHTS + GRADS}
-        return on_gpu, sum(max(host_of[before], host_of[after]) for before, after in pairs)
+        on_gpu = STATE * len(now.gpu | then.gpu) + WEIGHTS * (LAYERS - len(now.offloaded & then.offloaded))
+        on_gpu += self.for_visits * bool(now.visiting | then.visiting)
+        host_of = {GPU: 0, VISIT: STATE + WEIGHTS, CPU: STATE + WEIGHTS + GRADS}
+        pairs = zip(now, then, strict=True)
+        return on_gpu, sum(max(host_of[before.resident], host_of[after.resident]) for before, after in pairs)
 
     def has_room(self, now: Places, then: Places) -> bool:
         bounds = map(max, self[:2], self.takes(now, now))
@@ -53,15 +51,15 @@ def fact(lid: int) -> LayerFacts:
 
 
 FACTS = [fact(lid) for lid in range(LAYERS)]
-names = st.tuples(*[st.sampled_from(NAMES)] * LAYERS)
+names = st.tuples(*[st.sampled_from(RESIDENT)] * LAYERS)
 
 
 @st.composite
 def places(draw: st.DrawFn) -> Places:
     """Blocks may be streamed of which the GPU owns no layer."""
-    placements, drawn = draw(names), draw(st.sets(st.integers(0, LAYERS // IN_A_BLOCK - 1)))
-    free = {block for block in drawn if GPU.name not in placements[IN_A_BLOCK * block :][:IN_A_BLOCK]}
-    return Places(placements, frozenset(lid for lid in range(LAYERS) if lid // IN_A_BLOCK in free))
+    owned, drawn = Places(draw(names)), draw(st.sets(st.integers(0, LAYERS // IN_A_BLOCK - 1)))
+    free = drawn - {lid // IN_A_BLOCK for lid in owned.gpu}
+    return owned.offload({lid for lid in range(LAYERS) if lid // IN_A_BLOCK in free})
 
 
 machines = st.builds(Machine, st.integers(0, 72), st.integers(0, 84))
@@ -73,10 +71,9 @@ def test_what_moves_has_room_and_all_does_that_has(machine: Machine, now: Places
     assert machine.has_room(now, reached)
     assert reached == then or not machine.has_room(now, then)
     for lid in range(LAYERS):
-        way = (now.placements[lid], then.placements[lid])
-        assert reached.placements[lid] in (*way, CPU.name if way == (GPU.name, VISIT.name) else "")
-        is_streamed = lid in reached.streamed
-        assert is_streamed in (lid in now.streamed, lid in then.streamed)
+        way = now[lid].resident, then[lid].resident
+        assert reached[lid].resident in (*way, CPU if way == (GPU, VISIT) else None)
+        assert reached[lid].weights in (now[lid].weights, then[lid].weights)
 
 
 @given(places(), places())
@@ -96,21 +93,21 @@ def test_room_for_one_layer_is_enough_to_get_there_in_time(now: Places, then: Pl
 def test_state_leaves_before_visits_begin() -> None:
     """What made a run keep a slow plan: a layer was to leave the GPU, and to visit it in the place of its own state."""
     now, then = (
-        Places((name, *[CPU.name] * (LAYERS - 1)), frozenset(range(LAYERS))) for name in (GPU.name, VISIT.name)
+        Places.of([first, *[CPU] * (LAYERS - 1)]).offload(set(range(IN_A_BLOCK, LAYERS))) for first in (GPU, VISIT)
     )
-    machine = Machine(STATE, LAYERS * (STATE + WEIGHTS + GRADS), for_visits=STATE)
+    machine = Machine(STATE + IN_A_BLOCK * WEIGHTS, LAYERS * (STATE + WEIGHTS + GRADS), for_visits=STATE)
     first = machine.first(now, then)
-    assert first.placements == (CPU.name,) * LAYERS
+    assert first.cpu == set(range(LAYERS))
     assert machine.first(first, then) == then
     assert machine.first(now, then, must_visit=True) == now, "where the CPU can update it"
 
 
 def test_weights_leave_before_state_comes() -> None:
     """What ended a run: state came to a GPU that had room for it only without the weights that were to leave."""
-    now = Places((VISIT.name,) * LAYERS, frozenset())
-    then = Places((*[VISIT.name] * (LAYERS - 2), GPU.name, GPU.name), frozenset(range(LAYERS - 2)))
+    now = Places.of([VISIT] * LAYERS)
+    then = now.moved({LAYERS - 2, LAYERS - 1}, GPU).offload(set(range(LAYERS - 2)))
     machine = Machine(2 * STATE + 2 * WEIGHTS, LAYERS * (STATE + WEIGHTS))
     first = machine.first(now, then)
-    assert first.streamed == then.streamed
-    assert first.placements.count(GPU.name) == 1, "there is room for one beside all weights"
+    assert first.offloaded == then.offloaded
+    assert len(first.gpu) == 1, "there is room for one beside all weights"
     assert machine.first(first, then) == then

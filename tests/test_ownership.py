@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
 from protocol.messages import Plan, PlanAck, PlanApplied, Reassign
-from protocol.placement import CPU, GPU, VISIT, gpu_fraction
+from protocol.placement import CPU, GPU, VISIT, Places
 
-ON_CPU = ("cpu",) * 3
+ON_CPU = Places(("cpu",) * 3)
 
 
-def on_gpu(*lids: int) -> tuple[str, ...]:
-    return tuple("gpu" if lid in lids else "cpu" for lid in range(3))
+def on_gpu(*lids: int) -> Places:
+    return Places.chosen(3, set(lids))
 
 
 def plan(plan_id: int = 0, step: int = 5, gpu_lids: tuple[int, ...] = (0, 2)) -> Plan:
     usual: dict[str, Any] = {"k": 0.5, "policy": "fixed", "reason": "", "predicted_step_s": None}
-    return Plan(plan_id=plan_id, step=step, placements=on_gpu(*gpu_lids), **usual)
+    return Plan(plan_id=plan_id, step=step, places=on_gpu(*gpu_lids), **usual)
 
 
 def ack(plan_id: int = 0, accepted: bool = True) -> PlanAck:
@@ -30,7 +30,7 @@ def ack(plan_id: int = 0, accepted: bool = True) -> PlanAck:
 
 
 def applied(plan_id: int = 0, gpu_lids: tuple[int, ...] = (0, 2)) -> PlanApplied:
-    return PlanApplied(plan_id=plan_id, step=5, placements=on_gpu(*gpu_lids), moved=1, handover_s=0.0)
+    return PlanApplied(plan_id=plan_id, step=5, places=on_gpu(*gpu_lids), moved=1, handover_s=0.0)
 
 
 @pytest.fixture
@@ -57,9 +57,8 @@ def test_a_plan_holds_from_the_agreement_to_its_end(book: PlanBook) -> None:
 
 
 def test_a_visiting_layer_is_not_the_gpus(book: PlanBook) -> None:
-    book.on_plan(replace(plan(), placements=("visit", "cpu", "gpu")))
+    book.on_plan(replace(plan(), places=Places.of([VISIT, CPU, GPU])))
     assert [book.planned(0, lid) for lid in range(3)] == [VISIT, CPU, GPU]
-    assert gpu_fraction(("visit", "cpu", "gpu"), [10, 20, 70]) == 0.7
 
 
 def test_the_next_plan_does_not_hide_the_one_whose_handovers_are_on_their_way(book: PlanBook) -> None:
@@ -88,7 +87,7 @@ def test_a_newer_proposal_replaces_one_that_does_not_hold(book: PlanBook) -> Non
 @pytest.mark.parametrize(
     ("proposal", "reason"),
     [
-        (replace(plan(2), placements=(*ON_CPU, "gpu")), "4 placements for 3 layers"),
+        (replace(plan(2), places=Places.of([*ON_CPU, GPU])), "4 placements for 3 layers"),
         (plan(2), "the last plan is not applied yet"),
         (plan(1), "plan 1 came before"),
         (plan(0), "plan 1 came before"),
@@ -113,12 +112,15 @@ def test_both_acknowledge_then_the_plan_is_committed(ledger: PlanLedger, order: 
     assert ledger.on_ack(order[1], ack()) is None
     ledger.on_ack(order[1], ack(accepted=False))  # too late
     ledger.check()
-    for wrong, reason in ((applied(1), r"PlanApplied\(1\)"), (replace(applied(), placements=("gpu",)), "1 placements")):
+    for wrong, reason in (
+        (applied(1), r"PlanApplied\(1\)"),
+        (replace(applied(), places=Places.of([GPU])), "1 placements"),
+    ):
         with pytest.raises(OwnershipError, match=reason):
             ledger.on_applied(wrong)
     assert ledger.busy
     ledger.on_applied(applied())
-    assert ledger.placements == on_gpu(0, 2) and not ledger.busy
+    assert ledger.places == on_gpu(0, 2) and not ledger.busy
     ledger.check()
 
 

@@ -29,11 +29,14 @@ from hytrain.planner import (
     simulate,
 )
 from protocol.messages import OBJECTIVES
+from protocol.placement import Places
+
+LAST = 63  # the lid of the first layer
 
 
 def layer(position: int, **changes: float) -> LayerProfile:
     """Lids run against positions, so that mixing them up is seen."""
-    return made(position, **{"lid": 1000 - position} | changes)
+    return made(position, **{"lid": LAST - position} | changes)
 
 
 def uniform(count: int, **changes: float) -> Profile:
@@ -41,7 +44,7 @@ def uniform(count: int, **changes: float) -> Profile:
 
 
 def lids(*positions: int) -> frozenset[int]:
-    return frozenset(1000 - position for position in positions)
+    return frozenset(LAST - position for position in positions)
 
 
 def choose(policy: str, profile: Profile, limits: Limits | None = None, **changes: Any) -> Decision:
@@ -68,7 +71,7 @@ def subsets(profile: Profile) -> st.SearchStrategy[frozenset[int]]:
 def test_two_layers_in_one_tile_each() -> None:
     two = uniform(2, d2h_s=1.0, h2d_s=1.0)
     timeline = simulate(two, NONE)
-    first, second = 1000, 999
+    first, second = LAST, LAST - 1
     assert set(timeline.events) == {
         ("backward", second, 0, 2),
         ("backward", first, 2, 4),
@@ -99,8 +102,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> None:
     """State is five times as long on its way as weights. Copies that pass make the visits longer."""
     two = replace(uniform(2, d2h_s=1.0, h2d_s=1.0), visit=0.5)
-    timeline, first, second = simulate(two, NONE), 1000, 999
-    assert two.visiting(NONE) == {second} and two.visiting(two.lids) == NONE
+    timeline, first, second = simulate(two, NONE), LAST, LAST - 1
+    assert two.places(NONE).visiting == {second} and two.places(two.lids).visiting == NONE
     assert [event for event in timeline.events if event[0] in ("visit", "cpu_update", "stall")] == [
         ("cpu_update", first, 5, 8),
         ("visit", second, 2, 8),
@@ -118,7 +121,7 @@ def test_visits_that_would_make_others_wait_are_put_off() -> None:
     """Forward, which needs the first layer first, would otherwise wait for all of them."""
     four = Profile(layers=tuple(replace(each, grads_bytes=200) for each in uniform(4).layers), visit=1.0)
     four = replace(four, layers=tuple(replace(each, visit_s=3.0, forward_s=3.0) for each in four.layers))
-    first, second, third, fourth = 1000, 999, 998, 997
+    first, second, third, fourth = (LAST - position for position in range(4))
     timelines = [simulate(replace(four, hold_bytes=nbytes), NONE) for nbytes in (399, 800)]
     visits = [[event[1:] for event in each.events if event[0] == "visit"] for each in timelines]
     assert visits[0] == [(fourth, 2, 5), (third, 5, 8), (second, 8, 11), (first, 11, 14)], "there is no memory for it"
@@ -135,9 +138,9 @@ def test_streamed_weights_that_are_put_off_stay_until_forward() -> None:
     for nbytes, put_off, fetched in ((800, [], [3, 4, 5, 6, 7, 8, 9]), (2400, [6, 8], [5, 7, 9])):
         events = simulate(replace(many, hold_bytes=nbytes), NONE).events
         over_s = max(end_s for kind, _, _, end_s in events if kind == "backward")
-        visits = [1000 - lid for kind, lid, *_ in events if kind == "visit"]
+        visits = [LAST - lid for kind, lid, *_ in events if kind == "visit"]
         assert visits[visits.index(0) + 1 :] == put_off, "in forward order, after those that are not put off"
-        assert [1000 - lid for kind, lid, start_s, _ in events if kind == "fetch" and start_s >= over_s] == fetched
+        assert [LAST - lid for kind, lid, start_s, _ in events if kind == "fetch" and start_s >= over_s] == fetched
 
 
 @pytest.mark.usefixtures("alone")
@@ -156,7 +159,7 @@ def test_blocks_that_wait_for_visits_widen_the_window_of_streamed_weights() -> N
 def test_streamed_weights_come_through_a_window() -> None:
     """Of one layer here: the next ones are fetched when it has left, in forward only once they are updated."""
     three = streamable(uniform(3, h2d_s=1.0))
-    first, second, third = 1000, 999, 998
+    first, second, third = (LAST - position for position in range(3))
     timeline = simulate(replace(three, stream=1.0), NONE)
     events = [event for event in timeline.events if event[0] in ("backward", "fetch", "forward", "stall")]
     assert events == [
@@ -190,7 +193,7 @@ def test_backward_waits_for_visits_whose_gradients_take_all_the_memory_that_they
     """Of one layer here, besides the last one's."""
     grads = [replace(each, grads_bytes=200) for each in uniform(3, d2h_s=1.0, h2d_s=1.0).layers]
     three = Profile(layers=tuple(grads), visit=1.0)
-    first, second, third = 1000, 999, 998
+    first, second, third = (LAST - position for position in range(3))
     timeline = simulate(replace(three, hold_bytes=200), NONE)
     assert [event for event in timeline.events if event[0] in ("backward", "visit")] == [
         ("backward", third, 0, 2),
@@ -218,8 +221,8 @@ def test_activations_take_their_time_on_the_link() -> None:
     assert [s for *_, s in fetches[0]] == [1.0] * 5
     assert [s for *_, s in fetches[1]] == [2.0] * in_backward + [1.0] * 3
     assert simulate(loaded, NONE).fetch_s > simulate(profile, NONE).fetch_s
-    visiting = frozenset(profile.lids)
-    alone, beside = (each.crowding(NONE, visiting, NONE).visits for each in (profile, loaded))
+    visiting = Places.chosen(LAST + 1, NONE, profile.lids)
+    alone, beside = (each.crowding(visiting).visits for each in (profile, loaded))
     assert alone == 1.0 < beside
 
 
@@ -279,7 +282,7 @@ def test_limits_hold_with_planned_streams_too(data: st.DataObject, objective: st
     limits, current = Limits(gpu_state_bytes=room), data.draw(subsets(profile))
     decision = choose("deadline", profile, limits, current=current, stream=None, objective=objective)
     there = replace(profile, stream=decision.stream)
-    streamed, owned = there.streamed(decision.gpu_lids), decision.gpu_lids
+    streamed, owned = there.places(decision.gpu_lids).offloaded, decision.gpu_lids
     assert not streamed & owned
     at_home = sum(one.weights_bytes for one in there.layers if one.lid not in streamed)
     state = sum(one.gpu_state_bytes for one in there.layers if one.lid in owned)
@@ -304,12 +307,12 @@ def test_weights_are_streamed_only_while_memory_is_short_or_wanted() -> None:
 def test_layers_whose_weights_stay_on_the_gpu_visit_first() -> None:
     """Streamed ones would have to stay until their visit is over."""
     four = replace(streamable(uniform(4)), stream=0.5)
-    streamed = four.streamed(NONE)
+    streamed = four.places(NONE).offloaded
     assert len(streamed) == 2
     for visit, count in ((0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)):
-        visiting = replace(four, visit=visit).visiting(NONE)
+        visiting = replace(four, visit=visit).places(NONE).visiting
         assert len(visiting) == count and len(visiting & streamed) == max(0, count - 2)
-    assert len(replace(four, visit=0.5).visiting(four.lids - streamed)) == 2, "the GPU owns the others"
+    assert len(replace(four, visit=0.5).places(four.lids - streamed).visiting) == 2, "the GPU owns the others"
 
 
 def test_blocks_are_streamed_whole() -> None:
@@ -317,10 +320,10 @@ def test_blocks_are_streamed_whole() -> None:
     layers = tuple(replace(each, block=each.position // 2 if each.position < 4 else -1) for each in four.layers)
     layers = (*layers[:4], replace(layers[4], weights_bytes=0))
     two = replace(four, layers=layers)
-    assert two.streamed(NONE) == lids(0, 1)
-    assert two.streamed(lids(1)) == lids(2, 3), "not where the GPU owns a layer"
+    assert two.places(NONE).offloaded == lids(0, 1)
+    assert two.places(lids(1)).offloaded == lids(2, 3), "not where the GPU owns a layer"
     all_streamed = replace(two, stream=1.0)
-    assert all_streamed.streamed(NONE) == lids(0, 1, 2, 3)
+    assert all_streamed.places(NONE).offloaded == lids(0, 1, 2, 3)
     assert all_streamed.gpu_state_bytes(lids(1)) == 1000 + 2 * 200 + 200, "its state, the block's weights, the window"
     for room, owned in ((1600, lids(0)), (1599, lids(4))):  # the last one is not of a block
         assert choose("fixed", all_streamed, Limits(gpu_state_bytes=room), stream=1.0, fixed_k=0.2).gpu_lids == owned
@@ -336,7 +339,7 @@ def test_limits_hold_with_planned_visits_too(data: st.DataObject, objective: str
         "deadline", profile, Limits(gpu_state_bytes=room), current=current, visit=None, objective=objective
     )
     there = replace(profile, visit=decision.visit)
-    held = sum(one.held_bytes for one in there.layers if one.lid in there.visiting(decision.gpu_lids))
+    held = sum(one.held_bytes for one in there.layers if one.lid in there.places(decision.gpu_lids).visiting)
     assert held <= there.held_for_visits_bytes
     assert there.gpu_state_bytes(decision.gpu_lids) + held <= room
 
@@ -353,7 +356,7 @@ def test_visits_are_of_layers_that_the_gpu_does_not_own(data: st.DataObject, sha
     profile = data.draw(profiles)
     gpu_lids = data.draw(subsets(profile))
     others = [one for one in profile.layers if one.lid not in gpu_lids]
-    visiting, more = (replace(profile, visit=each).visiting(gpu_lids) for each in sorted((share, larger)))
+    visiting, more = (replace(profile, visit=each).places(gpu_lids).visiting for each in sorted((share, larger)))
     assert visiting <= more <= {one.lid for one in others}
     wanted = min(min(share, larger) * profile.numel, sum(one.numel for one in others))
     numels = [one.numel for one in others if one.lid in visiting]
@@ -364,7 +367,9 @@ def test_visits_are_spread_evenly() -> None:
     """So link and CPU both work all the time. The first layer, which forward waits for first, visits last."""
     profile = uniform(16)
     positions = {layer.lid: layer.position for layer in profile.layers}
-    found = [sorted(positions[lid] for lid in replace(profile, visit=share).visiting(NONE)) for share in (0.25, 0.5)]
+    found = [
+        sorted(positions[lid] for lid in replace(profile, visit=share).places(NONE).visiting) for share in (0.25, 0.5)
+    ]
     assert found == [[2, 4, 8, 12], [1, 2, 4, 6, 8, 10, 12, 14]]
 
 

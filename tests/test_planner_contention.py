@@ -33,6 +33,7 @@ from hytrain.planner.contention import (
     VisitsCost,
     beside,
 )
+from protocol.placement import Places
 
 SOME, ALL = frozenset({0}), frozenset({0, 1})
 
@@ -136,7 +137,7 @@ def test_drag_makes_no_step_shorter_and_none_that_the_cpu_has_no_part_in_longer(
 def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measured() -> None:
     book = MeasurementBook(TWO)
     for _ in range(6):  # of 10 s of work, 5 s beside updates; 1 s is the loop's own
-        book.observe_contention(work_s=10.0, stall_s=0.0, cpu_busy_s=5.0, starved=1.0, gpu_lids=(0,))
+        book.observe_contention(work_s=10.0, stall_s=0.0, cpu_busy_s=5.0, starved=1.0, places=Places.chosen(2, {0}))
         book.observe_trainer(
             forward_s={0: 2.0, 1: 2.0}, backward_s={0: 3.0, 1: 3.0}, d2h_s={1: 0.0}, h2d_s={1: 0.0}, gpu_update_s={0: 0}
         )
@@ -175,7 +176,7 @@ def test_steps_while_a_host_is_busy_tell_nothing_of_others(busy: int) -> None:
     steps = [(0.57, 0.0)] * 16 + [(0.85, 1.0)] * busy + [(0.57, 0.0)] * 2
     for work_s, starved in steps:
         step = {"work_s": work_s, "stall_s": 0.0, "cpu_busy_s": 0.5, "starved": starved}
-        told.append(book.observe_contention(**step, gpu_lids=SOME))
+        told.append(book.observe_contention(**step, places=Places.chosen(2, SOME)))
         book.check()
     assert told == [starved == 0.0 for _, starved in steps]
     assert book._contention.drag < 0.01
@@ -354,8 +355,7 @@ def test_times_are_those_without_visits_also_after_their_cost_was_learned() -> N
                 stall_s=0.0,
                 cpu_busy_s=2 * update_s,
                 starved=0.0,
-                gpu_lids=NONE,
-                visiting=visiting,
+                places=Places.chosen(3, NONE, visiting),
                 crowding=crowding,
                 cpu_update_s=dict.fromkeys(both, update_s),
             )

@@ -83,7 +83,7 @@ class Run:
             stall_s=true.stall_s * machine,
             cpu_busy_s=true.cpu_busy_s * machine,
             starved=self.starved,
-            gpu_lids=self.current,
+            places=self.real.places(self.current),
         )
         self.book.observe_trainer(
             forward_s=forward_s,

@@ -19,7 +19,7 @@ from variants import slow
 from hytrain.planner import Crowding, LayerProfile, Profile, Timeline, simulate
 from protocol import messages as m
 from protocol.address import Address
-from protocol.placement import CPU, GPU, VISIT
+from protocol.placement import CPU, GPU, VISIT, Places
 from workers.effects import Command, Send
 from workers.planning import Planning, facts
 
@@ -107,42 +107,34 @@ class Run:
     def _apply(self) -> None:
         plan, self.plan = self.plan, None
         assert plan is not None
-        moved = sum(a != b for a, b in zip(self.now.placements, plan.placements, strict=True))
+        moved = sum(a.resident is not b.resident for a, b in zip(self.now.places, plan.places, strict=True))
         self._require_room_for_both(plan)
-        for layer, placement in zip(self.table.layers, plan.placements, strict=True):
-            assert not (layer.stays_on_device and placement == CPU.name), plan.reason
+        for layer, placement in zip(self.table.layers, plan.places, strict=True):
+            assert not (layer.stays_on_device and placement.updates == "cpu"), plan.reason
         self.moved, self.now = self.moved + moved, plan
         for who in (TRAINER, OPTIMIZER):
             self.planning.on_ack(who, m.PlanAck(plan_id=plan.plan_id, accepted=True, reason=""))
-        where = {"placements": plan.placements, "moved": moved, "handover_s": 0.0}
+        where = {"places": plan.places, "moved": moved, "handover_s": 0.0}
         self._follow(self.planning.on_applied(m.PlanApplied(plan_id=plan.plan_id, step=self.step, **where)))
         self.planning.check()
 
     def _require_room_for_both(self, plan: m.Plan) -> None:
         """What comes has memory before what leaves gives its own up."""
-        pairs = list(zip(self.now.placements, plan.placements, strict=True))
-        resident = len(pairs) - len(set(self.now.streamed) & set(plan.streamed))
+        now, then = self.now.places, plan.places
+        pairs, resident = list(zip(now, then, strict=True)), len(now) - len(now.offloaded & then.offloaded)
         state = [one["gpu_state_bytes"] for one in self.facts]
-        on_gpu = sum(nbytes for nbytes, pair in zip(state, pairs, strict=True) if GPU.name in pair)
+        on_gpu = sum(state[lid] for lid in now.gpu | then.gpu)
         on_gpu += 2 * resident * self.numel
         assert on_gpu + self.machine.others <= self.machine.cap, "no GPU memory for both"
-        besides = {VISIT.name: 2, CPU.name: 4}  # per parameter
+        besides = {"gpu": 2, "cpu": 4}  # per parameter, by who updates
         on_host = 0
         for nbytes, pair in zip(state, pairs, strict=True):
-            on_host += max((nbytes + besides[name] * self.numel for name in pair if name != GPU.name), default=0)
+            taken = (nbytes + besides[each.updates] * self.numel for each in pair if each.state == "host")
+            on_host += max(taken, default=0)
         assert on_host <= self.machine.host, "no host memory for both"
-
-    @property
-    def placed(self) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
-        names = self.now.placements
-        of_gpu, visiting = (
-            frozenset(lid for lid, name in enumerate(names) if name == wanted.name) for wanted in (GPU, VISIT)
-        )
-        return of_gpu, visiting, frozenset(self.now.streamed)
 
     def true(self, pace: float = 1.0) -> tuple[Profile, Timeline]:
         """What a step of the present placements takes, with updates on the CPU that take so many times as long."""
-        of_gpu, visiting, streamed = self.placed
         machine = self.machine
         part_s = machine.work_s / len(self.table.layers)
         times = {"forward_s": part_s / 4, "backward_s": 3 * part_s / 4, "gpu_update_s": self.numel / machine.gpu}
@@ -150,21 +142,21 @@ class Run:
         times |= {"cpu_update_s": pace * self.numel / machine.cpu, "visit_s": self.numel / machine.visits}
         layers = tuple(LayerProfile(**one, **times) for one in self.facts)
         real = Real(layers=layers, other_s=0.004, window_bytes=self.table.window_bytes, hold_bytes=self.hold)
-        real.machine, real.of_visits, real.of_streams = machine, visiting, streamed
+        real.machine, real.placed = machine, self.now.places
         real.cpu_loss, real.work_loss = machine.cpu_loss, machine.work_loss
-        return real, simulate(real, of_gpu)
+        return real, simulate(real, self.now.places.gpu)
 
     def _measure(self, moved: bool) -> None:
         pace = self.random.choice(self.machine.paces)
         real, true = self.true(pace)
-        of_gpu, visiting, streamed = self.placed
+        places = self.now.places
+        of_gpu, visiting, streamed, of_cpu = places.gpu, places.visiting, places.offloaded, places.cpu
         scale = self.random.gauss(1, NOISE / 2)
         self.steps_s.append(true.step_s * scale)
 
         def noisy(time_s: float, *, if_: bool = True) -> float | None:
             return time_s * scale * max(0.5, self.random.gauss(1, NOISE)) if if_ else None
 
-        of_cpu = real.lids - of_gpu - visiting
         visits_s = {lid: end_s - start_s for kind, lid, start_s, end_s in true.events if kind == "visit"}
         slowed = sum(end_s - start_s for kind, _, start_s, end_s in true.events if kind in ("forward", "backward"))
         slowed /= self.machine.work_s
@@ -186,7 +178,7 @@ class Run:
         placed += (self.table.window_bytes if streamed else 0) + self.ring + (self.hold if visiting else 0)
         self.needed = max(self.needed, placed + self.machine.others)
         assert self.needed <= self.machine.cap, "out of memory"
-        longer = real.crowding(of_gpu, visiting, streamed).cpu
+        longer = real.crowding(places).cpu
         updates = tuple(
             m.CpuUpdate(lid=lid, update_s=noisy(pace * longer * self.numel / self.machine.cpu) or 0.0, queued_s=0.0)
             for lid in sorted(of_cpu)
@@ -202,8 +194,7 @@ class Run:
             stall_s=(true.stall_s + true.fetch_s) * scale,
             gather_s=None,
             moving=moved,
-            placements=self.now.placements,
-            streamed=tuple(sorted(streamed)),
+            places=places,
             gpu_usable_bytes=self.machine.cap,
             gpu_needed_bytes=self.needed,
             host_free_bytes=None,
@@ -222,19 +213,17 @@ class Real(Profile):
     """What is true of the machine, with placements that are given."""
 
     machine: Machine
-    of_visits: frozenset[int]
-    of_streams: frozenset[int]
+    placed: Places
 
     def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def placed(self, gpu_lids: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
-        return self.of_visits, self.of_streams
+    def places(self, gpu_lids: frozenset[int]) -> Places:
+        return self.placed
 
-    def crowding(self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]) -> Crowding:
-        there = super().crowding(gpu_lids, visiting, streamed)
-        both = bool(self.lids - gpu_lids - visiting)
-        if not visiting:
+    def crowding(self, places: Places) -> Crowding:
+        there, both = super().crowding(places), bool(places.cpu)
+        if not places.visiting:
             return there
         cpu = 1 + both * self.cpu_loss if self.machine.is_flat else there.cpu
         return replace(there, cpu=cpu, visits=1 + both * self.machine.visit_loss)
@@ -275,7 +264,7 @@ def test_what_the_cpu_cannot_update_visits_or_is_the_gpus(of_muon: int, others: 
     """`Run` checks that of each plan. What the CPU can update may be its own; the reason tells."""
     run = Run(Machine(work_s=0.9, cap=30 * GB, of_muon=of_muon), seed=1)
     run.steps(30)
-    assert set(run.now.placements) == {GPU.name, VISIT.name, *others}
+    assert {each.resident.name for each in run.now.places} == {GPU.name, VISIT.name, *others}
     assert f"the CPU cannot update {of_muon / PIECES:.0%}, which visit" in run.planning.reason
     if of_muon == PIECES:
         require_a_good_plan(run)
@@ -349,7 +338,7 @@ def test_machines_at_home(name: str) -> None:
     run = Run(Machine(**numbers, cpu_loss=0.5, visit_loss=0.5), seed=1)
     run.steps(40)
     require_a_good_plan(run)
-    k = len(run.placed[0]) / len(run.table.layers)
+    k = len(run.now.places.gpu) / len(run.table.layers)
     assert run.moved <= len(run.table.layers)
     found = {
         "the CPU has all": k == 0,

@@ -17,6 +17,7 @@ from protocol import codec
 from protocol import messages as m
 from protocol.address import Address
 from protocol.codec import MAX_FRAME_BYTES, VERSION, WireError, decode, encode
+from protocol.placement import Places
 
 TOKEN = "run's token"
 GRAD_READY = m.GradReady(step=3, lid=1, counts=(4, 0))
@@ -127,12 +128,15 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"tag": "PositionsLearned", "fields": [[0, 0]]}, "PositionsLearned: positions must be a permutation"),
         ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: an arena needs"),
         (
-            {"tag": "Plan", "fields": [0, 0, ["gpu", "disk"], 0.5, "", "", None, []]},
-            "Plan: unknown placements ['disk']",
+            {"tag": "Plan", "fields": [0, 0, [["gpu", "disk"]], 0.5, "", "", None]},
+            "Plan.places: unknown placements ['disk']",
         ),
-        ({"tag": "PlanApplied", "fields": [0, 0, ["disk"], 0, 0.0]}, "PlanApplied: unknown placements ['disk']"),
-        ({"tag": "Plan", "fields": [0, 0, [], float("nan"), "", "", None, []]}, "Plan: k is nan"),
-        ({"tag": "Plan", "fields": [0, -1, [], 0.5, "", "", None, []]}, "Plan: plans and steps"),
+        (
+            {"tag": "PlanApplied", "fields": [0, 0, [["disk"]], 0, 0.0]},
+            "PlanApplied.places: unknown placements ['disk']",
+        ),
+        ({"tag": "Plan", "fields": [0, 0, [[]], float("nan"), "", "", None]}, "Plan: k is nan"),
+        ({"tag": "Plan", "fields": [0, -1, [[]], 0.5, "", "", None]}, "Plan: plans and steps"),
         ({"tag": "OptimizerReport", "fields": [0, 1, 0.0, [[0, 0.0]]]}, "OptimizerReport.updates: expected 3 fields"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),
@@ -194,10 +198,8 @@ def test_what_is_no_layer_table(changes: dict[str, Any], reason: str) -> None:
 
 @given(instances(m.Rejoin), st.booleans())
 def test_a_rejoin_places_each_layer_now_and_with_its_plan(rejoin: m.Rejoin, now: bool) -> None:
-    more = (*rejoin.placements, "cpu")
-    changed: dict[str, Any] = (
-        {"placements": more} if now else {"plan": dataclasses.replace(rejoin.plan, placements=more)}
-    )
+    more = Places((*rejoin.places.names, "cpu"))
+    changed: dict[str, Any] = {"places": more} if now else {"plan": dataclasses.replace(rejoin.plan, places=more)}
     with pytest.raises(ValueError, match="each layer has a placement"):
         dataclasses.replace(rejoin, **changed)
 

@@ -29,6 +29,7 @@ from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.run import trace
 from protocol import messages as m
 from protocol.metrics import METRICS
+from protocol.placement import Places
 from workers import monitor, web
 from workers.monitor_view import Snapshot
 from workers.troubles import Usage
@@ -114,7 +115,7 @@ def test_a_silent_process_is_named() -> None:
     """In words that stay as they are, since they are read aloud. For how long is told beside the process."""
     first, *others = at(1).processes
     assert new().news(0)[1]["state"] == "waiting for the coordinator"
-    gone = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), placements=())
+    gone = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), places=Places(()))
     quiet = replace(gone, processes=(replace(first, silent_s=9.0), *others))
     for last, state in ((quiet, f"{first.address} (process {first.pid}) has not answered for 9 s"), (gone, "")):
         feed = followed(at(1), quiet, last)

@@ -395,11 +395,13 @@ def _draw(trace: TraceWriter, incoming: Incoming, commands: Sequence[Command], n
     whose = f" of trainer-{rank}" if rank else ""
     for command in commands:
         if isinstance(command, Send) and command.to.role == "trainer" and isinstance(plan := command.message, m.Plan):
-            facts = {name: getattr(plan, name) for name in ("k", "reason", "policy", "predicted_step_s", "placements")}
-            trace.instant("plans", f"plan {plan.plan_id}{whose} proposed", now_s, step=plan.step, **facts)
+            facts = {name: getattr(plan, name) for name in ("k", "reason", "policy", "predicted_step_s")}
+            facts |= {"step": plan.step, "placements": plan.places.names}
+            trace.instant("plans", f"plan {plan.plan_id}{whose} proposed", now_s, **facts)
     match message:
         case m.PlanApplied():
-            facts = {name: getattr(message, name) for name in ("step", "moved", "handover_s", "placements")}
+            facts = {name: getattr(message, name) for name in ("step", "moved", "handover_s")}
+            facts["placements"] = message.places.names
             trace.instant("plans", f"plan {message.plan_id}{whose} in effect", now_s, **facts)
         case m.TrainerReport():
             trace.counter(f"k{whose}", message.at_s, k=message.k)

@@ -16,6 +16,7 @@ from typing import Final
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.handshake import RunHandshake
+from protocol.placement import Places
 from workers.effects import Abort, Amend, Answer, Command, Note, Publish, Send, Write
 from workers.fleet import Commands, Fleet, TrainerSeat
 from workers.heartbeats import Heartbeats
@@ -238,8 +239,7 @@ class CoordinatorState:
             layer_names=tuple(layer.name for layer in layers),
             layer_numels=tuple(layer.numel for layer in layers),
             layer_positions=tuple(planning.positions) if planning is not None else (),
-            placements=planning.placements if planning is not None else (),
-            streamed=tuple(sorted(planning.streamed)) if planning is not None else (),
+            places=planning.places if planning is not None else Places(()),
             host_planes=planes[0],
             device_planes=planes[1],
             plan=planning.plan if planning is not None else None,

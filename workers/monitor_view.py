@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from workers.run_folder import Run
 
 #: For each placement, in the order of `PLACEMENTS`.
-STYLES: Final = dict(zip(PLACEMENTS, ("green", "blue", "cyan"), strict=False))
-MARKS: Final = dict(zip(PLACEMENTS, "█░▒", strict=False))
+STYLES: Final = dict(zip(PLACEMENTS, ("green", "blue", "cyan", "dim blue", "dim cyan"), strict=True))
+MARKS: Final = dict(zip(PLACEMENTS, "█░▒·▚", strict=True))
 BARS: Final = "▁▂▃▄▅▆▇█"
 #: When the CPU updates in a step that may be clipped.
 MODES: Final = {"speculate": "updates ahead of the norm", "defer": "updates after the norm"}
@@ -129,14 +129,14 @@ def _silent(rank: m.RankStatus, record: dict[str, Any]) -> bool:
 def as_json(snapshot: Snapshot) -> str:
     """The newest record of metrics.jsonl, with the run, its layers and their placements, and its processes."""
     status = snapshot.status
-    layers = zip(status.layer_names, status.layer_numels, status.placements, strict=True)
+    layers = zip(status.layer_names, status.layer_numels, status.places, strict=True)
     described: dict[str, Any] = {
         **json.loads(status.record),
         "run_name": status.run_name,
         "run_dir": status.run_dir,
         "policy": status.policy,
         "reason": status.reason,
-        "layers": [{"name": name, "numel": numel, "owner": placed} for name, numel, placed in layers],
+        "layers": [{"name": name, "numel": numel, "owner": placed.resident.name} for name, numel, placed in layers],
         "processes": [_process_json(process, usage) for process, usage in snapshot.processes],
         "cores": [asdict(group) for group in cores(snapshot)],
         "host_planes": status.host_planes,
@@ -365,10 +365,12 @@ def _strip(status: m.Status) -> Text:
     """A mark for each layer in forward order, then each placement's share of the parameters."""
     from rich.text import Text
 
-    strip, of_each, numels = Text(), status.placements, status.layer_numels
+    strip, of_each, numels = Text(), status.places.names, status.layer_numels
     for _, name in sorted(zip(status.layer_positions, of_each, strict=True)):
         strip.append(MARKS[name], STYLES[name])
     for name, mark in MARKS.items():
+        if name not in of_each:
+            continue
         numel = sum(numel for numel, its in zip(numels, of_each, strict=True) if its == name)
         strip.append(f"   {mark} ", STYLES[name])
         strip.append(f"{name.upper()} {of_each.count(name)} layers, {numel / sum(numels):.0%}")

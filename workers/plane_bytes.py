@@ -1,6 +1,6 @@
 """What the layers take in host memory and on the trainer's device, by plane, for those who watch. `Planning` has one.
 
-    layer table ─▶ PlaneBytes ─ of(placements, streamed) ─▶ bytes by plane: host, device
+    layer table ─▶ PlaneBytes ─ of(places) ─▶ bytes by plane: host, device
 
 A plane that exists in two banks counts twice. Activations, gradients under way and the libraries are in none.
 """
@@ -8,11 +8,10 @@ A plane that exists in two banks counts twice. Activations, gradients under way 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence, Set
 
 from protocol import messages as m
 from protocol.handles import PLANES, STATE_PLANES, layout
-from protocol.placement import CPU, PLACEMENTS, VISIT
+from protocol.placement import Places
 
 #: Beside planes, on the device: the memory through which weights are streamed, and that through which state visits.
 WINDOW, RING = "window", "ring"
@@ -30,31 +29,30 @@ class PlaneBytes:
                 arena[plane.removesuffix("'")] += nbytes
             self._arenas.append(arena)
         self._alone = [layout(layer).plane_nbytes for layer in table.layers]
-        self._known: tuple[object, tuple[dict[str, int], dict[str, int]]] | None = None
+        self._known: tuple[Places, tuple[dict[str, int], dict[str, int]]] | None = None
 
-    def of(self, placements: Sequence[str], streamed: Set[int]) -> tuple[dict[str, int], dict[str, int]]:
+    def of(self, places: Places) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by plane in host memory, and on the device; planes of no bytes are left out."""
-        asked = tuple(placements), frozenset(streamed)
-        if self._known is None or self._known[0] != asked:
-            self._known = asked, (self._on_host(placements), self._on_device(placements, streamed))
+        if self._known is None or self._known[0] != places:
+            self._known = places, (self._on_host(places), self._on_device(places))
         return self._known[1]
 
-    def _on_host(self, placements: Sequence[str]) -> dict[str, int]:
+    def _on_host(self, places: Places) -> dict[str, int]:
         found = Counter[str]()
-        for arena, name in zip(self._arenas, placements, strict=True):
-            if PLACEMENTS[name].state == "host":
+        for arena, placement in zip(self._arenas, places, strict=True):
+            if placement.state == "host":
                 found.update(arena)
-                found["grads"] -= arena["grads"] if name == VISIT.name else 0
+                found["grads"] -= arena["grads"] if placement.visits else 0
         return {plane: found[plane] for plane in PLANES if found[plane]}
 
-    def _on_device(self, placements: Sequence[str], streamed: Set[int]) -> dict[str, int]:
+    def _on_device(self, places: Places) -> dict[str, int]:
         found = Counter[str]()
-        for lid, (planes, name) in enumerate(zip(self._alone, placements, strict=True)):
-            found["weights"] += 0 if lid in streamed else planes["weights"]
-            if self._table.awaits_verdict and name != CPU.name:
+        for planes, placement in zip(self._alone, places, strict=True):
+            found["weights"] += planes["weights"] if placement.weights == "gpu" else 0
+            if self._table.awaits_verdict and placement.updates == "gpu":
                 found["grads"] += planes["grads"]
-            if PLACEMENTS[name].state == "gpu":
+            if placement.state == "gpu":
                 found.update({plane: planes[plane] for plane in STATE_PLANES})
-        found[WINDOW] = self._table.window_bytes if streamed else 0
-        found[RING] = self._table.ring_bytes if VISIT.name in placements else 0
+        found[WINDOW] = self._table.window_bytes if places.offloaded else 0
+        found[RING] = self._table.ring_bytes if places.visiting else 0
         return {plane: found[plane] for plane in (*PLANES, WINDOW, RING) if found[plane]}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -25,7 +25,7 @@ from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import Precision, layout
-from protocol.placement import CPU, GPU, PLACEMENTS, VISIT, gpu_fraction
+from protocol.placement import CPU, Placement, Places
 from workers.effects import Command, Note, Send
 from workers.plane_bytes import PlaneBytes
 
@@ -70,9 +70,7 @@ class _Step:
     """What is known about one step."""
 
     duration_s: float | None = None
-    gpu_lids: frozenset[int] = frozenset()
-    visiting: frozenset[int] = frozenset()
-    streamed: frozenset[int] = frozenset()
+    places: Places = Places(())
     cpu_busy_s: float = 0.0
     updates: dict[int, float] = field(default_factory=dict)  # the CPU's times by LID, until they are taken in
     is_heeded: bool = False
@@ -113,7 +111,7 @@ class Planning:
         self._placed_bytes: int | None = None
         self._has_ring = False  # for visits, on the GPU
         self._waited_bytes = 0  # gradients that waited for visits in a step that needed no more than `_for_steps_bytes`
-        self._streamed: frozenset[int] = frozenset()
+        self._offloaded: frozenset[int] = frozenset()  # as last reported
         self._rest: _Wanted | None = None  # what was planned with it, and has no room before
         self._same_steps = WHOLE_STEPS
         self.reason = ""
@@ -134,7 +132,7 @@ class Planning:
         )
         self._plane_bytes = PlaneBytes(table)
         self._limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
-        self._ledger = PlanLedger((CPU.name,) * len(table.layers))
+        self._ledger = PlanLedger(Places((CPU.name,) * len(table.layers)))
         self._uncalibrated = {self._trainer, self._optimizer}
         self._step, self._first_measured = -1, WARM_UP_STEPS
         self._first_known = -1  # of earlier steps, what the CPU did is not known
@@ -145,8 +143,9 @@ class Planning:
         self._new_threads: tuple[int, int] | None = None  # the number commanded, and the step of the command
 
     @property
-    def placements(self) -> tuple[str, ...]:
-        return self._ledger.placements
+    def places(self) -> Places:
+        """Those in effect. Weights rest where they did when that was last reported."""
+        return self._ledger.places.offload(self._offloaded)
 
     @property
     def plan(self) -> m.Plan | None:
@@ -154,14 +153,9 @@ class Planning:
         return self._plan
 
     @property
-    def streamed(self) -> frozenset[int]:
-        """The layers whose weights rest in host memory, as last reported."""
-        return self._streamed
-
-    @property
     def plane_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by plane in host memory, and on the trainer's device."""
-        return self._plane_bytes.of(self.placements, self._streamed)
+        return self._plane_bytes.of(self.places)
 
     # ------------------------------------------------------------ before the first step
 
@@ -173,11 +167,10 @@ class Planning:
 
     def rejoin(self, message: m.Rejoin) -> None:
         """Go on with a trainer that has trained before, under a coordinator that has died."""
-        self._ledger = PlanLedger.after(message.plan, message.placements, holds=message.holds)
+        self._ledger = PlanLedger.after(message.plan, message.places, holds=message.holds)
         self._plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
         self.moved, self.skipped = message.moved, message.skipped
-        self._planned = self._shares_of(message.plan.placements, message.plan.streamed)
-        self._shares = self._shares_of(message.placements, message.plan.streamed)
+        self._planned, self._shares = self._shares_of(message.plan.places), self._shares_of(message.places)
         self._step, self._first_measured = message.step - 1, message.step + WARM_UP_STEPS
         self._first_known = message.step
         self._knows_mode = False
@@ -226,23 +219,20 @@ class Planning:
 
         If the report is late, nothing is planned from it: the coordinator has to catch up, and a plan would come late.
         """
-        if len(report.placements) != len(self._facts) or not self._streamable.issuperset(report.streamed):
-            raise ValueError(f"a report on {len(report.placements)} layers, where there are {len(self._facts)}")
-        self._step = report.step
-        gpu_lids, step = _gpu_lids(report.placements), self._steps[report.step]
-        step.duration_s, step.gpu_lids, step.moved = report.step_s, gpu_lids, step.moved or report.moving
-        self._streamed = frozenset(report.streamed)
-        step.visiting, step.streamed = _visiting_lids(report.placements), self._streamed
+        if len(report.places) != len(self._facts) or not self._streamable.issuperset(report.places.offloaded):
+            raise ValueError(f"a report on {len(report.places)} layers, where there are {len(self._facts)}")
+        self._step, self._offloaded, step = report.step, report.places.offloaded, self._steps[report.step]
+        step.duration_s, step.places, step.moved = report.step_s, report.places, step.moved or report.moving
         for old in [number for number in self._steps if number <= report.step - OPEN_STEPS]:
             del self._steps[old]
         if report.measured is not None and self._counts(report.measured) and not is_late:
             self._measure(report, self._steps[report.measured])
         self._heed_activations(report.activation_bytes)
-        self._heed_room(report, gpu_lids)
+        self._heed_room(report)
         self._heed_host(report)
         return [] if is_late else self._replan()
 
-    def _heed_room(self, report: m.TrainerReport, gpu_lids: frozenset[int]) -> None:
+    def _heed_room(self, report: m.TrainerReport) -> None:
         """Of the GPU's memory, what steps take beside state and weights is known: the rest is to be planned with.
 
         The peak of all steps is reported. If it has grown, it is this step's. If not, it may be of a time when more was
@@ -250,10 +240,10 @@ class Planning:
         """
         if report.gpu_usable_bytes is None or report.gpu_needed_bytes is None or report.step < self._first_measured:
             return
-        if VISIT.name in report.placements and not self._has_ring:  # it stays from now on
+        if report.places.visiting and not self._has_ring:  # it stays from now on
             self._has_ring = True
             self._for_steps_bytes += self.table.ring_bytes
-        placed = self._placed_on_gpu_bytes(gpu_lids, _visiting_lids(report.placements), self._streamed)
+        placed = self._placed_on_gpu_bytes(report.places)
         rest = max(0, report.gpu_needed_bytes - placed)
         same = placed == self._placed_bytes or self._placed_bytes is None
         self._same_steps = self._same_steps + 1 if same else 0
@@ -281,13 +271,8 @@ class Planning:
             return
         free = report.host_free_bytes
         free = 0 if -MARGIN_TO_OTHERS <= free < 0 else free
-        planes_bytes = sum(map(_host_bytes, self._facts, report.placements))
+        planes_bytes = sum(map(_host_bytes, self._facts, report.places))
         self._limits = replace(self._limits, host_bytes=max(0, planes_bytes + free))
-
-    def _on_gpu_bytes(self, gpu_lids: Set[int], visiting: Set[int], streamed: Set[int]) -> int:
-        """What these placements take on the GPU: what is placed there, and what visits will need besides."""
-        placed_bytes = self._placed_on_gpu_bytes(gpu_lids, visiting, streamed)
-        return placed_bytes + (self._for_visits_bytes if visiting else 0)
 
     @property
     def _for_visits_bytes(self) -> int:
@@ -300,16 +285,21 @@ class Planning:
         hold_bytes = 0 if self.table.awaits_verdict else self.table.hold_bytes
         return ring_bytes + max(0, hold_bytes - self._waited_bytes)
 
-    def _placed_on_gpu_bytes(self, gpu_lids: Set[int], visiting: Set[int], streamed: Set[int]) -> int:
-        """What we have placed on the GPU, if it owns these layers, these visit it, and the weights of these do not rest
-        there.
+    def _placed_on_gpu_bytes(self, *places: Places) -> int:
+        """What we have placed on the GPU, with these placements at once.
 
         Gradients that wait for visits are not counted: those at the peak are part of what steps need.
         """
-        placed = sum(self._facts[lid].gpu_state_bytes for lid in gpu_lids)
-        placed += sum(self._facts[lid].held_bytes for lid in visiting)
-        placed += sum(self._facts[lid].weights_bytes for lid in self._streamable - streamed)
-        return placed + (self.table.window_bytes if streamed else 0)
+        offloaded = frozenset.intersection(*(each.offloaded for each in places))
+        placed = sum(
+            max(
+                fact.gpu_state_bytes if placement.state == "gpu" else fact.held_bytes if placement.visits else 0
+                for placement in each
+            )
+            for fact, *each in zip(self._facts, *places, strict=True)
+        )
+        placed += sum(self._facts[lid].weights_bytes for lid in self._streamable - offloaded)
+        return placed + (self.table.window_bytes if offloaded else 0)
 
     def _measure(self, report: m.TrainerReport, step: _Step) -> None:
         """Take in the times of the step that was measured. Its weights are back, so the CPU has finished it too.
@@ -317,12 +307,11 @@ class Planning:
         The simulation knows how visits and other copies share the link. So copies beside visits, which wait their turn,
         do not tell how fast it is.
         """
-        names = [name for name in TIMES if not (step.visiting and name in OF_LINK)]
+        names = [name for name in TIMES if not (step.places.visiting and name in OF_LINK)]
         times = {
             name: {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None} for name in names
         }
-        placed = step.gpu_lids, step.visiting, step.streamed
-        crowding = self._crowding(*placed)
+        crowding = self._crowding(step.places)
         times["visit_s"] = {lid: visit_s / crowding.visits for lid, visit_s in times["visit_s"].items()}
         if step.duration_s is None or step.threads_changed:
             self._heed_updates(step)
@@ -333,9 +322,7 @@ class Planning:
             stall_s=report.stall_s,
             cpu_busy_s=step.cpu_busy_s,
             starved=report.starved,
-            gpu_lids=step.gpu_lids,
-            visiting=step.visiting,
-            streamed=step.streamed,
+            places=step.places,
             crowding=crowding,
             cpu_update_s=step.updates,
         )
@@ -348,7 +335,7 @@ class Planning:
             step_s=step.duration_s,
             stall_s=report.stall_s,
             exposed_s=report.exposed_s,
-            gpu_lids=step.gpu_lids,
+            gpu_lids=step.places.gpu,
             middle_s=report.middle_s,
         )
         self._note_residual(step)
@@ -361,12 +348,11 @@ class Planning:
         its own steps, so that plans do not change to and fro.
         """
         profile = self._profile()
-        then = step.gpu_lids, step.visiting, step.streamed
-        if profile is None or then != (_gpu_lids(self.placements), _visiting_lids(self.placements), self._streamed):
+        if profile is None or step.places != self.places:
             return
-        usual_s = planner.simulate(profile, step.gpu_lids).cpu_busy_s
+        usual_s = planner.simulate(profile, step.places.gpu).cpu_busy_s
         pace = step.cpu_busy_s / usual_s if usual_s and step.cpu_busy_s else 1.0
-        simulated_s = self._simulated_s(profile.with_cpu(pace), step.gpu_lids)
+        simulated_s = self._simulated_s(profile.with_cpu(pace), step.places.gpu)
         if step.duration_s and simulated_s:
             self._residuals[self._shares].add(min(step.duration_s / simulated_s, MOST_RESIDUAL))
             self._steps_s[self._shares].add(step.duration_s)
@@ -422,16 +408,14 @@ class Planning:
         step.is_heeded = True
         if step.updates:
             self._new_threads = None
-        longer = self._crowding(step.gpu_lids, step.visiting, step.streamed).cpu
+        longer = self._crowding(step.places).cpu
         times_s, step.updates = {lid: update_s / longer for lid, update_s in step.updates.items()}, {}
         self._book.observe_optimizer(cpu_update_s=times_s)
 
-    def _crowding(
-        self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]
-    ) -> planner.Crowding:
+    def _crowding(self, places: Places) -> planner.Crowding:
         """What the CPU's updates and visits cost each other, as far as is known of the layers' times."""
-        profile = self._book.profile() if visiting else None
-        return planner.Crowding() if profile is None else profile.crowding(gpu_lids, visiting, streamed)
+        profile = self._book.profile() if places.visiting else None
+        return planner.Crowding() if profile is None else profile.crowding(places)
 
     def on_verdict(self, verdict: m.Verdict) -> None:
         """Count whether the step was clipped or skipped, so that early updates had to be undone."""
@@ -456,7 +440,7 @@ class Planning:
         rest, self._rest = self._rest, None
         if rest is not None:
             return self._propose(rest, self._step + 2)
-        current = _gpu_lids(self.placements)
+        current = self.places.gpu
         plan = partial(
             planner.decide,
             self.policy,
@@ -503,10 +487,10 @@ class Planning:
             return None, self.table.stream
         return self.table.visit or 0.0 if self.policy == "fixed" else 0.0, self.table.stream
 
-    def _shares_of(self, placements: Sequence[str], streamed: Iterable[int]) -> tuple[float, float]:
+    def _shares_of(self, places: Places) -> tuple[float, float]:
         numel = sum(fact.numel for fact in self._facts)
         visiting, resting = (
-            sum(self._facts[lid].numel for lid in lids) / numel for lids in (_visiting_lids(placements), streamed)
+            sum(self._facts[lid].numel for lid in lids) / numel for lids in (places.visiting, places.offloaded)
         )
         return visiting, resting
 
@@ -559,13 +543,13 @@ class Planning:
 
     def _awaits_cpu_times(self) -> bool:
         """Whether threads were changed so recently that new CPU times should arrive before the next plan."""
-        if self._new_threads is None or len(_gpu_lids(self.placements)) == len(self._facts):
+        if self._new_threads is None or len(self.places.gpu) == len(self._facts):
             return False
         return self._step <= self._new_threads[1] + CPU_PATIENCE_STEPS
 
     def _propose(self, wanted: _Wanted, step: int) -> list[Command]:
         gpu_lids, shares, reason, predicted_s = wanted
-        now, whole = planner.Places(self.placements, self._streamed), self._placed(gpu_lids, *shares, step)
+        now, whole = self.places, self._placed(gpu_lids, *shares, step)
         has_room = partial(self._has_room_beside, now)
         places = whole if self._plan is None else planner.first_part(self._facts, now, whole, has_room)
         self._rest = None
@@ -573,62 +557,55 @@ class Planning:
             if places == now:
                 return self._told(NO_ROOM, reason)
             self._rest = None if self.policy == "random" else wanted
-            gpu_lids, predicted_s = _gpu_lids(places.placements), None
+            predicted_s = None
             reason = f"first what there is room for; {reason}"
-        placements, streamed = places
         is_as_wanted = self.policy != "random" and places == whole
-        self._planned = shares if is_as_wanted else self._shares_of(placements, streamed)
+        self._planned = shares if is_as_wanted else self._shares_of(places)
         plan = self._plan = self._ledger.propose(
             m.Plan(
                 plan_id=self._ledger.next_id,
                 step=step,
-                placements=placements,
-                k=gpu_fraction(placements, [layer.numel for layer in self.table.layers]),
+                places=places,
+                k=places.gpu_fraction([layer.numel for layer in self.table.layers]),
                 policy=self.policy,
                 reason=reason,
                 predicted_step_s=predicted_s,
-                streamed=tuple(sorted(streamed)),
             )
         )
         self.reason = reason
-        note = Note(f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {len(gpu_lids)} layers on the GPU: {reason}")
+        count = len(places.gpu)
+        note = Note(f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {count} layers on the GPU: {reason}")
         return [note, Send(self._trainer, plan), Send(self._optimizer, plan)]
 
-    def _placed(self, gpu_lids: frozenset[int], visit: float, stream: float, step: int) -> planner.Places:
+    def _placed(self, gpu_lids: frozenset[int], visit: float, stream: float, step: int) -> Places:
         """The GPU owns these layers. The CPU updates the others, except for those that visit the GPU."""
         facts = [replace(fact, position=self.positions[fact.lid]) for fact in self._facts]
         order = planner.Order(facts)
         if self.policy == "random" and self.table.stream is None:
-            streamed = planner.drawn_streams(facts, gpu_lids, step)
+            offloaded = planner.drawn_streams(facts, gpu_lids, step)
         else:
-            streamed = order.streamed(gpu_lids, stream)
+            offloaded = order.offloaded(gpu_lids, stream)
         if self.policy == "random":
             visiting = planner.drawn_visits(facts, gpu_lids, step)
         else:
-            visiting = order.visiting(gpu_lids, streamed, visit)
-        names = {**dict.fromkeys(gpu_lids, GPU.name), **dict.fromkeys(visiting, VISIT.name)}
-        return planner.Places(tuple(names.get(lid, CPU.name) for lid in range(len(facts))), streamed)
+            visiting = order.visiting(gpu_lids, offloaded, visit)
+        return Places.chosen(len(facts), gpu_lids, visiting, offloaded)
 
-    def _has_room_beside(self, now: planner.Places, then: planner.Places) -> bool:
+    def _has_room_beside(self, now: Places, then: Places) -> bool:
         """Whether there is memory for both at once, or they take no more of it than `now` alone."""
-        visiting = _visiting_lids(now.placements) | _visiting_lids(then.placements)
-        gpu_lids = _gpu_lids(now.placements) | _gpu_lids(then.placements)
-        on_gpu = self._on_gpu_bytes(gpu_lids, visiting, now.streamed & then.streamed)
-        moves = zip(self._facts, now.placements, then.placements, strict=True)
-        on_host = sum(max(_host_bytes(fact, before), _host_bytes(fact, after)) for fact, before, after in moves)
-        return self._fits(on_gpu, on_host, at_least=self._bytes_of(now))
+        limits = self._limits.gpu_state_bytes, self._limits.host_bytes
+        taken = zip(self._bytes_of(now, then), self._bytes_of(now), limits, strict=True)
+        return all(limit is None or both <= max(limit, alone) for both, alone, limit in taken)
 
-    def _bytes_of(self, places: planner.Places) -> tuple[int, int]:
-        """What they take on the GPU and on the host."""
-        placements, streamed = places
-        on_gpu = self._on_gpu_bytes(_gpu_lids(placements), _visiting_lids(placements), streamed)
-        return on_gpu, sum(map(_host_bytes, self._facts, placements))
-
-    def _fits(self, *nbytes: int, at_least: tuple[int, int] = (0, 0)) -> bool:
-        """Whether GPU and host have so many bytes; what they have `at_least` is there."""
-        bounds = self._limits.gpu_state_bytes, self._limits.host_bytes
-        found = zip(nbytes, bounds, at_least, strict=True)
-        return all(bound is None or taken <= max(bound, least) for taken, bound, least in found)
+    def _bytes_of(self, *places: Places) -> tuple[int, int]:
+        """What these placements take on the GPU and on the host, at once."""
+        on_gpu = self._placed_on_gpu_bytes(*places)
+        on_gpu += self._for_visits_bytes if any(each.visiting for each in places) else 0
+        on_host = sum(
+            max(_host_bytes(fact, placement) for placement in each)
+            for fact, *each in zip(self._facts, *places, strict=True)
+        )
+        return on_gpu, on_host
 
     def on_ack(self, sender: Address, ack: m.PlanAck) -> list[Command]:
         reassign = self._ledger.on_ack(sender.role, ack)
@@ -640,9 +617,8 @@ class Planning:
 
     def on_applied(self, applied: m.PlanApplied) -> list[Command]:
         self._ledger.on_applied(applied)
-        as_planned = self._plan is not None and applied.placements == self._plan.placements  # it had room
-        streamed = () if self._plan is None else self._plan.streamed
-        self._shares = self._planned if as_planned else self._shares_of(applied.placements, streamed)
+        as_planned = self._plan is not None and applied.places == self._plan.places  # it had room
+        self._shares = self._planned if as_planned else self._shares_of(applied.places)
         self._rest = self._rest if as_planned else None
         self.moved += applied.moved
         if self._plan is not None and self._plan.plan_id == applied.plan_id:
@@ -654,15 +630,15 @@ class Planning:
         )
         why, self._waits_from_plan = self._waits_from_plan, None
         mode = self._set_mode(False, why) if why is not None and as_planned else []
-        self.predicted_step_s = self._predicted(applied.placements)
+        self.predicted_step_s = self._predicted(applied.places)
         return [note, *mode]
 
-    def _predicted(self, placements: tuple[str, ...]) -> float | None:
+    def _predicted(self, places: Places) -> float | None:
         """The predicted step time. The placements differ from the plan's if the GPU had no room for all of it."""
-        if self._plan is not None and placements == self._plan.placements:
+        if self._plan is not None and places == self._plan.places:
             return self._plan.predicted_step_s
         profile = self._profile()
-        return None if profile is None else self._simulated_s(profile, _gpu_lids(placements))
+        return None if profile is None else self._simulated_s(profile, places.gpu)
 
     def _simulated_s(self, profile: Profile, gpu_lids: frozenset[int]) -> float:
         return planner.simulate(self._in_mode(profile, self.speculates), gpu_lids).step_s
@@ -739,9 +715,9 @@ class Planning:
             "cpu_busy_s": self._steps[report.step - 1].cpu_busy_s if report.step > self._first_known else None,
             "threads": self.threads,
             "k": report.k,
-            "gpu_layers": len(_gpu_lids(report.placements)),
-            "visiting_layers": report.placements.count(VISIT.name),
-            "streamed_layers": len(report.streamed),
+            "gpu_layers": len(report.places.gpu),
+            "visiting_layers": len(report.places.visiting),
+            "streamed_layers": len(report.places.offloaded),
             "to_device_bytes": report.to_device_bytes,
             "to_host_bytes": report.to_host_bytes,
             "moved": self.moved,
@@ -757,16 +733,14 @@ class Planning:
             "predicted_gpu_bytes": self._predicted_gpu_bytes(report),
             "predicted_host_bytes": self._process_bytes
             + report.activation_bytes
-            + sum(map(_host_bytes, self._facts, report.placements)),
+            + sum(map(_host_bytes, self._facts, report.places)),
         }
 
     def _predicted_gpu_bytes(self, report: m.TrainerReport) -> int | None:
         """What steps like this one take at most: what is placed on the GPU, and what else was seen to be needed."""
         if self._placed_bytes is None:
             return None
-        visiting = _visiting_lids(report.placements)
-        placed = self._placed_on_gpu_bytes(_gpu_lids(report.placements), visiting, frozenset(report.streamed))
-        return self._for_steps_bytes + placed
+        return self._for_steps_bytes + self._placed_on_gpu_bytes(report.places)
 
     def check(self) -> None:
         self._ledger.check()
@@ -785,20 +759,11 @@ COMMANDS: Final[dict[str, Callable[[Planning, str], list[Command]]]] = {
 }
 
 
-def _gpu_lids(placements: Iterable[str]) -> frozenset[int]:
-    """The layers whose state is on the GPU: the planner's form of placements."""
-    return frozenset(lid for lid, name in enumerate(placements) if PLACEMENTS[name].state == "gpu")
-
-
-def _visiting_lids(placements: Iterable[str]) -> frozenset[int]:
-    return frozenset(lid for lid, name in enumerate(placements) if name == VISIT.name)
-
-
-def _host_bytes(fact: planner.LayerFacts, name: str) -> int:
+def _host_bytes(fact: planner.LayerFacts, placement: Placement) -> int:
     """What the layer takes of host memory in this placement."""
-    if PLACEMENTS[name].state == "gpu":
+    if placement.state == "gpu":
         return 0
-    return fact.host_bytes - (fact.grads_bytes if name == VISIT.name else 0)
+    return fact.host_bytes - (fact.grads_bytes if placement.visits else 0)
 
 
 def facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:

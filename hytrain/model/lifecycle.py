@@ -53,7 +53,7 @@ class LayerLife:
     STORY_LENGTH: Final = 12
 
     def __init__(self, lid: int, placement: Placement) -> None:
-        self.lid, self.placement = lid, placement
+        self.lid, self.placement = lid, placement.resident  # where its weights are, its block says
         self.state = State.CURRENT
         self.updated = -1
         self._story: list[tuple[Event, int, State]] = []  # each event, its step, and the state after it

@@ -49,7 +49,7 @@ from hytrain.tensors import (
 )
 from protocol.handles import EXACT, ArenaLayout, Precision, layout
 from protocol.messages import Layer, Segment
-from protocol.placement import GPU, VISIT
+from protocol.placement import GPU, Placement
 
 #: The dtypes of state wherever it is not in planes. float8's codes become the numbers that they stand for.
 _OUTSIDE: Final = DTYPES | {"float8": torch.bfloat16}
@@ -286,9 +286,23 @@ class TrainedLayer:
         return self.streamed is not None and self.streamed.life.is_offloaded
 
     @property
+    def placement(self) -> Placement:
+        """Where its weights and its state rest now, and who updates it."""
+        return self._with_weights(on_host=self.rests_on_host)
+
+    @property
+    def planned(self) -> Placement:
+        """The same with weights where they are to rest from their next forward on."""
+        return self._with_weights(on_host=self.streamed is not None and self.streamed.life.planned)
+
+    def _with_weights(self, *, on_host: bool) -> Placement:
+        placement = self.life.placement
+        return placement.weights_on("host") if on_host and placement.state == "host" else placement
+
+    @property
     def keeps_weights(self) -> bool:
         """Whether its current weights are in the arena, too."""
-        return self.life.placement.updates == "cpu" or (self.streamed is not None and self.life.placement is VISIT)
+        return self.life.placement.updates == "cpu" or (self.streamed is not None and self.life.placement.visits)
 
     @property
     def values(self) -> list[Tensor]:

@@ -17,7 +17,7 @@ from hytrain.planner.contention import Crowding
 from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
-from hytrain.planner.moves import Places, first_part
+from hytrain.planner.moves import first_part
 from hytrain.planner.policies import Decision, decide, drawn_streams, drawn_visits, first_lids
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Order, Profile
 from hytrain.planner.simulate import Event, Timeline, simulate
@@ -34,7 +34,6 @@ __all__ = [
     "Limits",
     "MeasurementBook",
     "Order",
-    "Places",
     "Profile",
     "Rates",
     "Timeline",

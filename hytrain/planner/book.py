@@ -16,7 +16,7 @@ Owns the estimate of each layer's times, and when to give it up.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from statistics import median
@@ -26,6 +26,7 @@ from typing import Final
 from hytrain.planner import contention as costs
 from hytrain.planner.contention import NEVER, Contention, Crowding, VisitsCost, beside
 from hytrain.planner.profile import USUAL_SLACK, LayerFacts, LayerProfile, Profile
+from protocol.placement import Places
 
 WORK: Final = ("forward_s", "backward_s")
 ALONE: Final = Crowding()
@@ -244,9 +245,7 @@ class MeasurementBook:
         stall_s: float,
         cpu_busy_s: float,
         starved: float,
-        gpu_lids: Set[int],
-        visiting: Set[int] = frozenset(),
-        streamed: Set[int] = frozenset(),
+        places: Places,
         crowding: Crowding = ALONE,
         cpu_update_s: Mapping[int, float] = NOTHING,
     ) -> bool:
@@ -259,14 +258,13 @@ class MeasurementBook:
         whole_s, visits_s = work_s, crowding.beside_work_s
         work_s = max(0.0, whole_s - self._work_loss * visits_s)
         beside_s = beside(work_s, cpu_busy_s, stall_s)
-        placed = frozenset(gpu_lids), frozenset(visiting), frozenset(streamed)
         step = {"work_s": work_s, "stall_s": stall_s, "starved": starved}
-        is_usual = not self._contention.is_unusual(placed[0], **step)
-        self._contention.observe(placed[0], beside_s=beside_s, **step)
+        is_usual = not self._contention.is_unusual(places.gpu, **step)
+        self._contention.observe(places.gpu, beside_s=beside_s, **step)
         if starved <= NEVER and work_s:  # else the work takes longer for another reason
-            self._for_work.observe(placed, beside=visits_s / work_s, time_s=whole_s)
+            self._for_work.observe(places, beside=visits_s / work_s, time_s=whole_s)
         if is_usual and (numel := sum(layer.numel for layer in self._layers if layer.lid in cpu_update_s)):
-            self._for_cpu.observe(placed, beside=crowding.beside_cpu, time_s=sum(cpu_update_s.values()) / numel)
+            self._for_cpu.observe(places, beside=crowding.beside_cpu, time_s=sum(cpu_update_s.values()) / numel)
         drag, work_loss = self._contention.drag, self._for_work.value
         if abs(drag - self._drag) > CLEAR_DRAG and self._correct_work((drag - self._drag) * beside_s):
             self._drag = drag

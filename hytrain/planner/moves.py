@@ -8,31 +8,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from hytrain.planner.profile import LayerFacts
-from protocol.placement import CPU, GPU, VISIT
+from protocol.placement import CPU, GPU, VISIT, Placement, Places
 
-#: Where weights are kept, as moves name it.
-_STREAMED, _RESIDENT = "streamed", "resident"
-#: What leaves the GPU comes first. Weights come to it before state of their layers does.
-_ORDER: Final = (
-    (_RESIDENT, _STREAMED),
-    (GPU.name, CPU.name),
-    (CPU.name, VISIT.name),
-    (GPU.name, VISIT.name),
-    (VISIT.name, CPU.name),
-    (_STREAMED, _RESIDENT),
-    (CPU.name, GPU.name),
-    (VISIT.name, GPU.name),
+#: Of weights: where they rest, before and after. Of all else: its placement, as if weights rested on the GPU.
+Kind = tuple[str, str] | tuple[Placement, Placement]
+#: What leaves the GPU comes first: state before weights, which come to it before state does.
+_ORDER: Final[tuple[Kind, ...]] = (
+    (GPU, CPU),
+    (CPU, VISIT),
+    (GPU, VISIT),
+    (VISIT, CPU),
+    ("gpu", "host"),
+    ("host", "gpu"),
+    (CPU, GPU),
+    (VISIT, GPU),
 )
-
-
-class Places(NamedTuple):
-    """The placement of each layer, and the layers whose weights rest in host memory."""
-
-    placements: tuple[str, ...]
-    streamed: frozenset[int]
 
 
 def first_part(layers: Sequence[LayerFacts], now: Places, then: Places, has_room: Callable[[Places], bool]) -> Places:
@@ -49,39 +42,35 @@ def first_part(layers: Sequence[LayerFacts], now: Places, then: Places, has_room
     if reached != now:
         return reached
     must_visit = {layer.lid for layer in layers if layer.must_visit}
-    by_way = [lids for lids in moves[GPU.name, VISIT.name] if lids.isdisjoint(must_visit)]
-    return _as_many(now, (GPU.name, CPU.name), by_way, has_room)
+    by_way = [lids for lids in moves[GPU, VISIT] if lids.isdisjoint(must_visit)]
+    return _as_many(now, (GPU, CPU), by_way, has_room)
 
 
-def _as_many(
-    there: Places, kind: tuple[str, str], moves: Sequence[frozenset[int]], has_room: Callable[[Places], bool]
-) -> Places:
-    """The first of these moves, as many as have room."""
+def _as_many(there: Places, kind: Kind, moves: Sequence[frozenset[int]], has_room: Callable[[Places], bool]) -> Places:
+    """The first of these moves, as many as have room. State and weights of a layer follow each other."""
+    stay = there.gpu if kind[1] == "host" else there.offloaded if kind[1] is GPU else frozenset()
+    moves = [lids for lids in moves if lids.isdisjoint(stay)]
     counts = range(1, len(moves) + 1)
     count = bisect_left(counts, True, key=lambda n: not has_room(_after(there, kind, moves[:n])))
     return _after(there, kind, moves[:count])
 
 
-def _moves(
-    layers: Sequence[LayerFacts], now: Places, then: Places
-) -> defaultdict[tuple[str, str], list[frozenset[int]]]:
+def _moves(layers: Sequence[LayerFacts], now: Places, then: Places) -> defaultdict[Kind, list[frozenset[int]]]:
     """By kind, the layers that move: one by one, and those whose weights move block by block."""
     blocks: defaultdict[int, set[int]] = defaultdict(set)
-    moves: defaultdict[tuple[str, str], list[frozenset[int]]] = defaultdict(list)
-    for layer, before, after in zip(layers, now.placements, then.placements, strict=True):
-        if before != after:
-            moves[before, after].append(frozenset({layer.lid}))
-        if layer.lid in now.streamed ^ then.streamed:
+    moves: defaultdict[Kind, list[frozenset[int]]] = defaultdict(list)
+    for layer, before, after in zip(layers, now, then, strict=True):
+        if before.resident is not after.resident:
+            moves[before.resident, after.resident].append(frozenset({layer.lid}))
+        if before.weights != after.weights:
             blocks[layer.block].add(layer.lid)
     for lids in map(frozenset, blocks.values()):
-        moves[(_RESIDENT, _STREAMED) if lids <= then.streamed else (_STREAMED, _RESIDENT)].append(lids)
+        moves[("gpu", "host") if lids <= then.offloaded else ("host", "gpu")].append(lids)
     return moves
 
 
-def _after(there: Places, kind: tuple[str, str], moves: Sequence[frozenset[int]]) -> Places:
+def _after(there: Places, kind: Kind, moves: Sequence[frozenset[int]]) -> Places:
     lids, to = frozenset[int]().union(*moves), kind[1]
-    if to == _STREAMED:
-        return there._replace(streamed=there.streamed | lids)
-    if to == _RESIDENT:
-        return there._replace(streamed=there.streamed - lids)
-    return there._replace(placements=tuple(to if lid in lids else name for lid, name in enumerate(there.placements)))
+    if isinstance(to, Placement):
+        return there.moved(lids, to)
+    return there.offload(there.offloaded | lids if to == "host" else there.offloaded - lids)

@@ -9,6 +9,7 @@ from math import ceil
 from typing import Final, NamedTuple, TypeVar
 
 from hytrain.planner.contention import CPU_LOSS, WORK_LOSS, Crowding
+from protocol.placement import Places
 
 _T = TypeVar("_T")
 USUAL_SLACK: Final = 0.1  # the fraction by which the CPU is assumed to be slower at times, until that was measured
@@ -77,7 +78,7 @@ class Profile:
     The share `visit` of the parameters visits the GPU, or more if more must, in the layers that `Order.visiting` says.
     Before that, gradients and streamed weights wait there, `hold_bytes` of them at most, or all (None). Visits take
     `for_visits_bytes` of its memory, besides what steps were seen to take. The weights of the share `stream` rest in
-    host memory, in the layers of `Order.streamed`. They come through `window_bytes` of GPU memory. Forward copies
+    host memory, in the layers of `Order.offloaded`. They come through `window_bytes` of GPU memory. Forward copies
     `activation_bytes` to host memory, and backward brings them back.
 
     If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
@@ -204,28 +205,19 @@ class Profile:
         of_one = max(layer.held_bytes / max(1, layer.numel) for layer in self.layers)  # parameter
         return self.for_visits_bytes + min(sum(held), ceil(share * self.numel * of_one) + max(held))
 
-    def placed(self, gpu_lids: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """The layers whose state visits the GPU, if it owns these, and those whose weights rest in host memory."""
-        streamed = self.streamed(gpu_lids)
-        return self.order.visiting(gpu_lids, streamed, self.visit), streamed
+    def places(self, gpu_lids: frozenset[int]) -> Places:
+        """The placement of each layer, if the GPU owns these."""
+        return self.order.places(gpu_lids, self.visit, self.stream)
 
-    def visiting(self, gpu_lids: frozenset[int]) -> frozenset[int]:
-        """The layers whose state visits the GPU, if it owns these."""
-        return self.placed(gpu_lids)[0]
-
-    def streamed(self, gpu_lids: frozenset[int]) -> frozenset[int]:
-        """The layers whose weights rest in host memory, if the GPU owns these."""
-        return self.order.streamed(gpu_lids, self.stream)
-
-    def crowding(self, gpu_lids: frozenset[int], visiting: frozenset[int], streamed: frozenset[int]) -> Crowding:
+    def crowding(self, places: Places) -> Crowding:
         """What updates on the CPU, visits and other copies cost each other, with these placements."""
-        if not visiting:
+        if not places.visiting:
             return Crowding()
-        of_cpu = [layer for layer in self.layers if layer.lid not in gpu_lids | visiting]
-        in_s = sum(layer.h2d_s for layer in of_cpu if layer.lid not in streamed)
-        in_s += sum(layer.h2d_s for layer in self.layers if layer.lid in streamed)  # in backward: then state visits
+        of_cpu = [layer for layer in self.layers if layer.lid in places.cpu]
+        in_s = sum(layer.h2d_s for layer in of_cpu if layer.lid not in places.offloaded)
+        in_s += sum(layer.h2d_s for layer in self.layers if layer.lid in places.offloaded)  # in backward: then visits
         return Crowding.of(
-            visits_s=sum(layer.visit_s for layer in self.layers if layer.lid in visiting),
+            visits_s=sum(layer.visit_s for layer in self.layers if layer.lid in places.visiting),
             cpu_s=sum(layer.cpu_update_s for layer in of_cpu),
             copies_s=max(in_s, sum(layer.d2h_s for layer in of_cpu)) + self.activations_s,
             work_s=self.forward_s + self.backward_s,
@@ -236,7 +228,7 @@ class Profile:
 
     def host_bytes(self, gpu_lids: frozenset[int]) -> int:
         """Host memory for the planes of the layers that the GPU does not own."""
-        visiting = self.visiting(gpu_lids)
+        visiting = self.places(gpu_lids).visiting
         of_planes = sum(layer.host_bytes for layer in self.layers if layer.lid not in gpu_lids)
         return of_planes - sum(layer.grads_bytes for layer in self.layers if layer.lid in visiting)
 
@@ -261,18 +253,23 @@ class Order:
         self._layers = [_Group.of([layer]) for layer in _spread(ranked) if not layer.must_visit]
         self._must_visit = [_Group.of([layer]) for layer in ranked if layer.must_visit]
 
-    def streamed(self, gpu_lids: frozenset[int], share: float) -> frozenset[int]:
+    def places(self, gpu_lids: frozenset[int], visit: float, offload: float) -> Places:
+        """The placement of each layer if the GPU owns these, with the shares of visits and of offloaded weights."""
+        offloaded = self.offloaded(gpu_lids, offload)
+        return Places.chosen(1 + max(self.lids), gpu_lids, self.visiting(gpu_lids, offloaded, visit), offloaded)
+
+    def offloaded(self, gpu_lids: frozenset[int], share: float) -> frozenset[int]:
         """The layers whose weights rest in host memory, with at least this share of all, as far as they can be.
 
         They are whole blocks, of which the GPU owns no layer, spread evenly.
         """
         return self._first(_without(self._blocks, gpu_lids), share) if share else frozenset()
 
-    def visiting(self, gpu_lids: frozenset[int], streamed: frozenset[int], share: float) -> frozenset[int]:
+    def visiting(self, gpu_lids: frozenset[int], offloaded: frozenset[int], share: float) -> frozenset[int]:
         """The layers whose state visits the GPU, with at least this share of all, as far as it does not own them.
 
         Those that must visit come first. The others are spread evenly, so that link and CPU both work during all of
-        backward. Those that are `streamed` come later: their weights stay on the GPU until they are updated, and
+        backward. Those that are `offloaded` come later: their weights stay on the GPU until they are updated, and
         backward waits for that memory. The first layer comes last: forward needs it first, and backward completes it
         last.
         """
@@ -281,7 +278,7 @@ class Order:
         share -= sum(group.numel for group in must) / max(1, self._numel)
         others = sorted(
             _without(self._layers, gpu_lids),
-            key=lambda group: (self._foremost in group.lids, not group.lids.isdisjoint(streamed)),
+            key=lambda group: (self._foremost in group.lids, not group.lids.isdisjoint(offloaded)),
         )
         return lids | self._first(others, share)
 

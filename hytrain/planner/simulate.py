@@ -36,6 +36,7 @@ from statistics import fmean
 
 from hytrain.planner.contention import Crowding, beside
 from hytrain.planner.profile import LayerProfile, Profile
+from protocol.placement import Places
 from protocol.rules import TILE_NUMEL
 from protocol.visiting import Turn, most_put_off_bytes, put_off, wider_by_bytes
 
@@ -74,9 +75,9 @@ def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TI
     Raises ValueError for unknown layers.
     """
     profile.require(gpu_lids)
-    visiting, streamed = profile.placed(gpu_lids)
-    crowding = profile.crowding(gpu_lids, visiting, streamed)
-    steady = partial(_steady, gpu_lids=gpu_lids, visiting=visiting, streamed=streamed, tile_numel=tile_numel)
+    places = profile.places(gpu_lids)
+    crowding = profile.crowding(places)
+    steady = partial(_steady, places=places, tile_numel=tile_numel)
     waiting = replace(profile, speculates=False) if profile.speculates and profile.clipped else None
 
     def mean_s(unclipped: Timeline, paced: Crowding) -> float:
@@ -101,13 +102,11 @@ def _steady(
     profile: Profile,
     crowding: Crowding,
     *,
-    gpu_lids: frozenset[int],
-    visiting: frozenset[int],
-    streamed: frozenset[int],
+    places: Places,
     tile_numel: int,
 ) -> Timeline:
     """The steady state of clipped or of unclipped steps."""
-    play = partial(_play, profile, gpu_lids, visiting, streamed, crowding, tile_numel)
+    play = partial(_play, profile, places, crowding, tile_numel)
     undisturbed_s = profile.forward_s + profile.backward_s
     if not undisturbed_s:
         return play(1.0)
@@ -121,20 +120,18 @@ def _steady(
 
 def _play(
     profile: Profile,
-    gpu_lids: frozenset[int],
-    visiting: frozenset[int],
-    streamed: frozenset[int],
+    places: Places,
     crowding: Crowding,
     tile_numel: int,
     longer: float,
 ) -> Timeline:
     """Forward and backward take `longer` than alone, by this factor."""
     events: list[Event] = []
-    widens = not profile.awaits_verdict and not visiting.isdisjoint(streamed)
+    widens = not profile.awaits_verdict and not places.visiting.isdisjoint(places.offloaded)
     window = _Window(profile, events, visits=widens)
     held_bytes = None if profile.hold_bytes is None else profile.hold_bytes - window.for_visits_bytes
     visits = _Visits(crowding.visits, held_bytes)
-    landed, over_s, now = _backward(profile, gpu_lids, visiting, streamed, longer, window, visits, events)
+    landed, over_s, now = _backward(profile, places, longer, window, visits, events)
     if profile.awaits_verdict and not profile.speculates:
         landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
     updated = _cpu(landed, tile_numel, crowding.cpu, events)
@@ -142,11 +139,11 @@ def _play(
         updated = [(layer, max(end_s, over_s)) for layer, end_s in updated]
         updated.sort(key=lambda done: (done[1], done[0].position))
     cpu_busy_s = crowding.cpu * sum(layer.cpu_update_s for layer, _ in landed)
-    landing = [(layer, layer.h2d_s, at) for layer, at in updated if layer.lid not in streamed]
+    landing = [(layer, layer.h2d_s, at) for layer, at in updated if layer.lid not in places.offloaded]
     ready_s = {layer.lid: end_s for layer, end_s in _link("h2d", landing, events)}
     ready_s |= visits.ends_s
     events += visits.events
-    ready_s |= {layer.lid: at for layer, at in updated if layer.lid in streamed}
+    ready_s |= {layer.lid: at for layer, at in updated if layer.lid in places.offloaded}
     stalls_s = {}
     fetch_s = window.waited_s + visits.waited_s
     gpu_busy_s = now - fetch_s
@@ -157,15 +154,15 @@ def _play(
         if now > due_s:
             stalls_s[layer.lid] = now - due_s
             events.append(("stall", layer.lid, due_s, now))
-        if layer.lid in streamed:
+        if layer.lid in places.offloaded:
             is_put_off = layer.block in visits.staying
-            stays = is_put_off or (layer.lid in visiting and window.has_room)
+            stays = is_put_off or (layer.lid in places.visiting and window.has_room)
             now = window.enter(layer, now, updated_s=ready_s.get(layer.lid, 0.0), is_there=stays)
         forward_s = longer * layer.forward_s
         events.append(("forward", layer.lid, now, now + forward_s))
         now += forward_s
         gpu_busy_s += forward_s
-        if layer.lid in streamed and layer.block not in visits.staying:
+        if layer.lid in places.offloaded and layer.block not in visits.staying:
             window.leave(now)
     return Timeline(
         step_s=now + profile.middle_s,
@@ -221,9 +218,7 @@ class _Window:
 
 def _backward(
     profile: Profile,
-    gpu_lids: frozenset[int],
-    visiting: frozenset[int],
-    streamed: frozenset[int],
+    places: Places,
     longer: float,
     window: _Window,
     visits: _Visits,
@@ -240,7 +235,7 @@ def _backward(
 
     later = frozenset[int]()
     if not profile.awaits_verdict:
-        later = _later(profile, gpu_lids, visiting, longer, visits)
+        later = _later(profile, places, longer, visits)
 
     def update(layer: LayerProfile) -> None:
         nonlocal now
@@ -248,30 +243,30 @@ def _backward(
         now += layer.gpu_update_s
 
     for layer in reversed(profile.layers):
-        if layer.lid in streamed:
+        if layer.lid in places.offloaded:
             now = window.enter(layer, now, is_there=window.has_room)
         backward_s = longer * layer.backward_s
         events.append(("backward", layer.lid, now, now + backward_s))
         now += backward_s
         left_s = now
-        if layer.lid in visiting:
-            streams_bytes = window.block_bytes[layer.block] if layer.lid in streamed else 0
+        if layer.lid in places.visiting:
+            streams_bytes = window.block_bytes[layer.block] if layer.lid in places.offloaded else 0
             if profile.awaits_verdict or (layer.lid in later and visits.puts_off(layer, streams_bytes)):
                 held.append(layer)
             else:
                 left_s = visits.add(layer, now)
                 now = visits.make_room(now)
-        elif layer.lid not in gpu_lids:
+        elif layer.lid in places.cpu:
             leaving.append((layer, layer.d2h_s, now))
         elif profile.awaits_verdict:
             held.append(layer)
         else:
             update(layer)
-        if layer.lid in streamed:
+        if layer.lid in places.offloaded:
             window.leave(left_s)
     over_s = now
     for layer in reversed(held):
-        if layer.lid in visiting:
+        if layer.lid in places.visiting:
             visits.add(layer, over_s)
         else:
             update(layer)
@@ -280,21 +275,20 @@ def _backward(
 
 def _later(
     profile: Profile,
-    gpu_lids: frozenset[int],
-    visiting: frozenset[int],
+    places: Places,
     longer: float,
     visits: _Visits,
 ) -> frozenset[int]:
     """The visits that are put off until backward is over."""
-    if not visiting:
+    if not places.visiting:
         return frozenset()
     return put_off(
         [
             Turn(
                 layer.lid,
                 longer * layer.forward_s,
-                longer * layer.backward_s + (layer.gpu_update_s if layer.lid in gpu_lids else 0.0),
-                visits.longer * layer.visit_s if layer.lid in visiting else 0.0,
+                longer * layer.backward_s + (layer.gpu_update_s if layer.lid in places.gpu else 0.0),
+                visits.longer * layer.visit_s if layer.lid in places.visiting else 0.0,
             )
             for layer in profile.layers
         ]

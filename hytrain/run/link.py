@@ -62,6 +62,7 @@ from protocol.messages import (
     TrainerReport,
     Welcome,
 )
+from protocol.placement import Places
 
 #: At the end, copies that are under way end, and the last words are delivered. Only a hang takes longer.
 CLOSE_TIMEOUT_S: Final = 60.0
@@ -345,12 +346,12 @@ class Link:
         return next((message for message in self._unrecorded if isinstance(message, TrainerReport)), None)
 
     def rejoin(
-        self, *, plan: Plan, holds: bool, placements: tuple[str, ...], step: int, moved: int, skipped: int, draws: bool
+        self, *, plan: Plan, holds: bool, places: Places, step: int, moved: int, skipped: int, draws: bool
     ) -> None:
         """Tell another coordinator what the first one knew, between two steps. The arguments are `Rejoin`'s."""
         self.is_asked = False
         rejoin = self._introduction(
-            plan=plan, holds=holds, placements=placements, step=step, moved=moved, skipped=skipped, draws=draws
+            plan=plan, holds=holds, places=places, step=step, moved=moved, skipped=skipped, draws=draws
         )
         with self._keeping:
             for message in (rejoin, self._positions, *self._unrecorded):

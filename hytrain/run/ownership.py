@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 from protocol.messages import Plan, PlanAck, PlanApplied, Reassign
-from protocol.placement import Placement
+from protocol.placement import Placement, Places
 
 PARTIES: Final = ("trainer", "optimizer")
 
@@ -44,8 +44,8 @@ class PlanBook:
     def on_plan(self, plan: Plan) -> PlanAck:
         """Acknowledge a proposal, or refuse it with a reason. A newer proposal replaces one that does not hold."""
         reason = ""
-        if len(plan.placements) != self.layers:
-            reason = f"{len(plan.placements)} placements for {self.layers} layers"
+        if len(plan.places) != self.layers:
+            reason = f"{len(plan.places)} placements for {self.layers} layers"
         elif self.holds:
             reason = "the last plan is not applied yet"
         elif self.plan is not None and plan.plan_id <= self.plan.plan_id:
@@ -79,7 +79,7 @@ class PlanBook:
     def planned(self, plan_id: int, lid: int) -> Placement | None:
         """Where an acknowledged plan that is not applied yet places layer `lid`; None if there is no such plan."""
         plan = self._acknowledged.get(plan_id)
-        return None if plan is None else plan.placement(lid)
+        return None if plan is None else plan.places[lid]
 
     def check(self) -> None:
         assert not self.holds or self.plan is not None, "what holds is a plan"
@@ -87,21 +87,21 @@ class PlanBook:
 
 @dataclass(slots=True)
 class PlanLedger:
-    """The coordinator's side: at most one open proposal. `placements` are those of the plan applied last."""
+    """The coordinator's side: at most one open proposal. `places` are those of the plan applied last."""
 
-    placements: tuple[str, ...]
+    places: Places
     next_id: int = 0
     _open: Plan | None = None
     _acks: set[str] = field(default_factory=set)
     _committed: bool = False
 
     @classmethod
-    def after(cls, plan: Plan, placements: tuple[str, ...], *, holds: bool) -> Self:
+    def after(cls, plan: Plan, places: Places, *, holds: bool) -> Self:
         """Go on for a coordinator that has died: `plan` is the last one that the trainer has acknowledged.
 
         The optimizer may know the next one already.
         """
-        ledger = cls(placements, next_id=plan.plan_id + 2)
+        ledger = cls(places, next_id=plan.plan_id + 2)
         if holds:
             ledger._open, ledger._acks, ledger._committed = plan, set(PARTIES), True
         return ledger
@@ -135,9 +135,9 @@ class PlanLedger:
         """The trainer has applied the committed plan. Raises `OwnershipError` for any other."""
         if self._open is None or not self._committed or applied.plan_id != self._open.plan_id:
             raise OwnershipError(f"PlanApplied({applied.plan_id}) of a plan that was not committed")
-        if len(applied.placements) != len(self.placements):
-            raise OwnershipError(f"{len(applied.placements)} placements for {len(self.placements)} layers")
-        self.placements = applied.placements
+        if len(applied.places) != len(self.places):
+            raise OwnershipError(f"{len(applied.places)} placements for {len(self.places)} layers")
+        self.places = applied.places
         self._open = None
 
     def check(self) -> None:

@@ -42,7 +42,6 @@ from hytrain.step.verdict import Judgement, NormSoFar, Verdicts
 from hytrain.tensors import count_write, version
 from protocol.handles import STATE_PLANES
 from protocol.messages import Counted, GradReady, Message, StepBegin, WeightsReady
-from protocol.placement import VISIT
 from protocol.rules import Hyper
 from protocol.visiting import Turn, put_off
 
@@ -209,7 +208,7 @@ class Backward:
 
     def _puts_off(self, layer: TrainedLayer, gradients: Collection[Tensor]) -> bool:
         """Whether the layer's visit can wait until backward is over, and so can its gradients and streamed weights."""
-        if layer.lid not in self._put_off or layer.life.placement is not VISIT:
+        if layer.lid not in self._put_off or not layer.life.placement.visits:
             return False
         block = layer.streamed if layer.rests_on_host else None
         weights_bytes = 0 if block is None or self._streaming.is_put_off(block) else block.nbytes
@@ -233,7 +232,7 @@ class Backward:
             return  # a skipped step; on a GPU the kernel handles this
         verdict = None if on_host else self._verdicts.scale
         numbers = {i: scalars(self._groups[layer.segments[i].spec.group], counts[i], scale) for i in gradients}
-        if layer.life.placement is VISIT:
+        if layer.life.placement.visits:
             self._streaming.before_update(layer)
             segments, state = layer.segments, [layer.state(plane) for plane in STATE_PLANES]
             homes = layer.arena.weights if layer.keeps_weights else [None] * len(segments)

@@ -21,7 +21,7 @@ from hytrain.step.activations import Activations
 from hytrain.step.handover import Handover
 from hytrain.step.measure import Meter
 from protocol.messages import CoTrained, Plan, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
-from protocol.placement import GPU, VISIT, gpu_fraction
+from protocol.placement import Places
 
 #: What the host has is asked for once in so many steps: it takes half a millisecond.
 HOST_EVERY: Final = 4
@@ -59,8 +59,8 @@ class Boundary:
         self.to_trace: int | None = None  # steps whose timeline somebody asks for, 0 to end it
 
     @property
-    def placements(self) -> tuple[str, ...]:
-        return tuple(layer.life.placement.name for layer in self._layers)
+    def _planned(self) -> Places:
+        return Places.of(layer.planned for layer in self._layers)
 
     def rejoin(self, step: int) -> None:
         """If another coordinator asks, tell it how things are after so many steps."""
@@ -69,7 +69,7 @@ class Boundary:
             self._link.rejoin(
                 plan=self._plans.plan,
                 holds=self._plans.holds,
-                placements=self.placements,
+                places=self._planned,
                 step=step,
                 moved=self.statistics.moved,
                 skipped=self._skipped(),
@@ -81,17 +81,17 @@ class Boundary:
         self.rejoin(step)
         has_drawn = self._meter.draws
         times = self._meter.end_step(step, number)  # first: it also sets the meter's numbers below
-        now_s, placements, room = time.monotonic(), self.placements, self._gpu_room()
+        now_s, places, room = time.monotonic(), Places.of(layer.placement for layer in self._layers), self._gpu_room()
         to_device_bytes, to_host_bytes = self._traffic.take()
         cotrained, self.cotrained = self.cotrained, None
         self.statistics = Statistics(
             step=number,
             step_s=now_s - self._stepped_s,
             stall_s=self._meter.stall_s,
-            k=gpu_fraction(placements, self._numels),
-            gpu_layers=tuple(lid for lid, name in enumerate(placements) if name == GPU.name),
-            visiting_layers=tuple(lid for lid, name in enumerate(placements) if name == VISIT.name),
-            streamed_layers=tuple(layer.lid for layer in self._layers if layer.rests_on_host),
+            k=places.gpu_fraction(self._numels),
+            gpu_layers=tuple(sorted(places.gpu)),
+            visiting_layers=tuple(sorted(places.visiting)),
+            streamed_layers=tuple(sorted(places.offloaded)),
             moved=self.statistics.moved,
             moving=self._handover.has_worked(),
         )
@@ -112,8 +112,7 @@ class Boundary:
                 gather_s=None if self._is_stage else self._meter.gather_s,  # stages gather different layers
                 k=self.statistics.k,
                 moving=self.statistics.moving,
-                placements=placements,
-                streamed=self.statistics.streamed_layers,
+                places=places,
                 gpu_usable_bytes=None if room is None else room.usable,
                 gpu_needed_bytes=None if room is None else room.needed,
                 host_free_bytes=None if step % HOST_EVERY else self._host_free(),
@@ -173,8 +172,6 @@ class Boundary:
         self._applied(plan, step=step, moved=moved, handover_s=self._handover_s + time.monotonic() - began_s)
 
     def _applied(self, plan: Plan, *, step: int, moved: int, handover_s: float) -> None:
-        message = PlanApplied(
-            plan_id=plan.plan_id, step=step, placements=self.placements, moved=moved, handover_s=handover_s
-        )
+        message = PlanApplied(plan_id=plan.plan_id, step=step, places=self._planned, moved=moved, handover_s=handover_s)
         for role in ("optimizer", "coordinator"):
             self._link.post(role, message)

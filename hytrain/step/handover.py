@@ -34,7 +34,7 @@ from hytrain.step.reads import Reads
 from hytrain.step.streaming import Streaming
 from protocol.handles import STATE_PLANES
 from protocol.messages import AllocatePlanes, GiveUp, Plan, PlanesRefused, ReleasePlanes, TakeOver
-from protocol.placement import VISIT, Placement
+from protocol.placement import Placement
 
 _log = logging.getLogger(__name__)
 
@@ -99,8 +99,8 @@ class Handover:
 
     def start(self, plan: Plan) -> None:
         """Give layers their first placement: state is zero, the parameters are the masters. Raises `ClusterError`."""
-        self._streaming.plan(set(plan.streamed))
-        hosted = [layer for layer in self._layers if plan.placement(layer.lid).state == "host"]
+        self._streaming.plan(plan.places.offloaded)
+        hosted = [layer for layer in self._layers if plan.places[layer.lid].state == "host"]
         for layer in self._layers:
             if layer not in hosted:
                 layer.planes = layer.device_planes()
@@ -108,11 +108,11 @@ class Handover:
         for layer, arena in self._allocate(hosted):
             if isinstance(arena, CapacityError):
                 raise arena
-            layer.planes, now = arena, plan.placement(layer.lid)
+            layer.planes, now = arena, plan.places[layer.lid]
             if now.updates == "cpu":
                 arena.hold_gradients(gently=False)
             copied = self._transfers.state_out(_first_copies(layer, arena, now))
-            if now is VISIT:
+            if now.visits:
                 copied.synchronize()  # nobody else waits for it, and keeps its sources until then
                 arena.pin_state(gently=False)
                 self._visits.prepare()
@@ -122,7 +122,7 @@ class Handover:
         """Allocate the memory that the plan needs, on a thread. The last plan's handovers must have finished."""
         move = _Move(plan)
         for layer in self._layers:
-            before, now = layer.life.placement, plan.placement(layer.lid)
+            before, now = layer.life.placement, plan.places[layer.lid].resident
             if before is not now:
                 move.list_of(before, now).append(layer)
         with self._lock:
@@ -154,7 +154,7 @@ class Handover:
     def _prepare_gradients(self, move: _Move) -> None:
         """Memory for the gradients of layers that will be the CPU's."""
         for layer in [*move.leaving, *move.taken]:
-            if move.plan.placement(layer.lid).updates == "cpu":
+            if move.plan.places[layer.lid].updates == "cpu":
                 try:
                     (move.arenas.get(layer.lid) or layer.arena).hold_gradients()
                 except CapacityError as error:
@@ -165,7 +165,7 @@ class Handover:
                         self._link.post("optimizer", ReleasePlanes(lid=layer.lid))
 
     def _prepare_visits(self, move: _Move) -> None:
-        leaving = [layer for layer in move.leaving if move.plan.placement(layer.lid) is VISIT]
+        leaving = [layer for layer in move.leaving if move.plan.places[layer.lid].visits]
         try:
             if leaving or move.visiting:
                 self._visits.prepare()
@@ -244,7 +244,7 @@ class Handover:
 
     def _leave(self, layer: TrainedLayer, move: _Move, step: int) -> None:
         """Copy to the arena what its next updater needs there, and place the layer."""
-        for_cpu, before = move.plan.placement(layer.lid).updates == "cpu", layer.planes
+        for_cpu, before = move.plan.places[layer.lid].updates == "cpu", layer.planes
         assert before is not None, "a layer that takes part has a placement"
         arena = move.arenas.pop(layer.lid, None) or layer.arena
         if for_cpu:
@@ -301,10 +301,10 @@ class Handover:
             layer.lid
             for layer in self._layers
             if layer.life.placement.state == "host"
-            and move.plan.placement(layer.lid).state == "gpu"
+            and move.plan.places[layer.lid].state == "gpu"
             and (layer.streamed is not None and layer.streamed.life.planned)
         }
-        self._streaming.plan(stays | set(move.plan.streamed))
+        self._streaming.plan(stays | move.plan.places.offloaded)
         with self._lock:
             self._move = None
             self._departing = [(arena, replace(departure, keep=())) for arena, departure in move.copies]
@@ -318,7 +318,7 @@ class Handover:
         moving, layer.moving = layer.moving, None
         assert moving is not None and moving.arrival is not None, "started with the last update, or before"
         self._transfers.land(moving.arrival)  # whoever gets its memory next comes after that
-        if layer.life.placement is not VISIT:
+        if not layer.life.placement.visits:
             move.unpinned.append(layer.arena)
             move.copies.append((layer.arena, moving.arrival))
 
@@ -338,7 +338,7 @@ class Handover:
     def pin_visiting(self) -> None:
         """Pin what `expose_state` has unpinned and visits need, before a forward."""
         for layer in self._layers:
-            if layer.life.placement is VISIT:
+            if layer.life.placement.visits:
                 try:
                     layer.arena.pin_state(gently=False)
                 except CapacityError as error:
@@ -380,7 +380,7 @@ class Handover:
 
         The optimizer gives up the layers that the GPU updates, and their memory unless their state stays there.
         """
-        before, now = layer.life.placement, plan.placement(layer.lid)
+        before, now = layer.life.placement, plan.places[layer.lid].resident
         layer.life.place(now)
         layer.is_counted = False
         if now.updates == "cpu":
@@ -392,7 +392,7 @@ class Handover:
             layer.came = step
             self._link.post("optimizer", GiveUp(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
         layer.source = None
-        if now is VISIT and after is not None:
+        if now.visits and after is not None:
             layer.returned = replace(after, keep=())  # its sources are kept by `_Move.copies`
         elif after is not None:
             self._transfers.land(after)

@@ -25,7 +25,6 @@ from hytrain.model.block_life import Event, Pin, State
 from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.tensors import has_memory, storage_of, untraced
-from protocol.placement import VISIT
 from protocol.visiting import wider_by_bytes
 
 _log = logging.getLogger(__name__)
@@ -194,7 +193,7 @@ class Streaming:
             block.life.unpin(Pin.GRAPH if block in self._touched else Pin.GRAPH | Pin.VISIT)
         self._touched.clear()
         streamed = [block for block in self._blocks if block.life.is_offloaded]
-        visits = any(layer.life.placement is VISIT for block in streamed for layer in block.layers)
+        visits = any(layer.life.placement.visits for block in streamed for layer in block.layers)
         outside = max(0, sum(block.nbytes for block in streamed) - self._window_bytes)
         self.for_visits_bytes = min(self._wider_by_bytes, outside) if visits else 0
 

@@ -21,7 +21,7 @@ import msgpack
 from protocol import codec
 from protocol import messages as m
 from protocol.address import ROLES, Address
-from protocol.placement import PLACEMENTS
+from protocol.placement import PLACEMENTS, Places
 
 KINDS: Final[tuple[type[m.Message], ...]] = tuple(codec.MESSAGES.values())
 KEY: Final = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
@@ -59,8 +59,9 @@ class Maker:
         if kind is m.LayerTable and self.drawn.random() < 0.9:
             values |= {"awaits_verdict": True, "threads": None, "rank": 0, "world": self.drawn.choice([1, 1, 2])}
         if kind is m.Rejoin:
-            now, then = (tuple(self.drawn.choices([*PLACEMENTS], k=len(values["table"].layers))) for _ in range(2))
-            values |= {"placements": now, "plan": dataclasses.replace(values["plan"], placements=then, streamed=())}
+            layers = len(values["table"].layers)
+            now, then = (Places(tuple(self.drawn.choices([*PLACEMENTS], k=layers))) for _ in range(2))
+            values |= {"places": now, "plan": dataclasses.replace(values["plan"], places=then)}
         return kind(**values)
 
     def _field(self, name: str, hint: Any) -> Any:
@@ -77,7 +78,7 @@ class Maker:
             "objective": lambda: drawn.choice(m.OBJECTIVES),
             "policy": lambda: drawn.choice(["deadline", "balance", "cotrain", "random", "fixed", "other"]),
             "backend": lambda: drawn.choice(["auto", "native", "torch", "other"]),
-            "placements": lambda: tuple(drawn.choices([*PLACEMENTS], k=self._length())),
+            "names": lambda: tuple(drawn.choices([*PLACEMENTS], k=self._length())),
             "banks": lambda: tuple(drawn.choices([0, 1], k=drawn.randrange(4))),
             "counts": lambda: tuple(drawn.choices([0, 1, self.step, self.step + 1], k=drawn.randint(1, 3))),
             "positions": lambda: tuple(drawn.sample(range(n := self._length()), n)),

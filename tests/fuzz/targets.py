@@ -30,6 +30,7 @@ from protocol.address import Address
 from protocol.codec import MAX_FRAME_BYTES, WireError, decode, encode
 from protocol.handles import ArenaLayout, HandleError, TensorHandle
 from protocol.handshake import HandshakeError, RunHandshake, WorkerHandshake
+from protocol.placement import Places
 from protocol.senders import is_named_after, may_send
 from tests.fuzz.frames import EDGES, Maker
 from workers.coordinator_state import CoordinatorState
@@ -272,7 +273,7 @@ class Honest:
 
     def __init__(self, maker: Maker) -> None:
         self.state = CoordinatorState(**STATE)
-        self._maker, self._placements, self._plan = maker, ("cpu",) * LAYERS, dict[int, m.Plan]()
+        self._maker, self._places, self._plan = maker, Places(("cpu",) * LAYERS), dict[int, m.Plan]()
         table = next(t for t in iter(lambda: _of(maker, m.LayerTable), None) if len(t.layers) == LAYERS)
         table = replace(table, inbox=TRAINER_INBOX, device="cpu", policy="random", k=None)
         self._due = deque[tuple[Address, m.Message]](
@@ -310,8 +311,7 @@ class Honest:
             gather_s=None,
             k=0.5,
             moving=False,
-            placements=self._placements,
-            streamed=(),
+            places=self._places,
             gpu_usable_bytes=None,
             gpu_needed_bytes=None,
             host_free_bytes=None,
@@ -336,9 +336,9 @@ class Honest:
                 self._due.append((command.to, m.PlanAck(plan_id=plan.plan_id, accepted=True, reason="")))
             if isinstance(command.message, m.Reassign):
                 plan = self._plan[command.message.plan_id]
-                self._placements = plan.placements
+                self._places = plan.places
                 applied = m.PlanApplied(
-                    plan_id=plan.plan_id, step=plan.step, placements=plan.placements, moved=1, handover_s=0.0
+                    plan_id=plan.plan_id, step=plan.step, places=plan.places, moved=1, handover_s=0.0
                 )
                 self._due.append((TRAINER, applied))
 

@@ -18,7 +18,7 @@ from trace_format import check
 from hytrain.run import trace
 from hytrain.step.measure import MIN_STALL_S
 from protocol.address import Address
-from protocol.placement import PLACEMENTS
+from protocol.placement import CPU, GPU, VISIT
 from workers import monitor
 
 STEPS = 40
@@ -104,7 +104,7 @@ def each_gradient_is_followed_to_its_weights(timeline: Timeline) -> None:
                 check_order(life, step, lid, lives[step + 1, lid].get("forward", []))
             else:
                 assert LIFE[1] not in life, (step, lid)
-    assert all(placed[name] >= len(lids) / 2 for name in PLACEMENTS), placed
+    assert all(placed[placement.name] >= len(lids) / 2 for placement in (GPU, CPU, VISIT)), placed
 
 
 def check_order(life: dict[str, list[Event]], step: int, lid: int, next_forward: list[Event]) -> None:
