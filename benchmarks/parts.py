@@ -92,9 +92,9 @@ EAGER, COMPILED = "eager", "compiled blocks"
 KEPT, GRAPHED = "eager, activations kept", "CUDA graphs, activations kept"
 UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor again"
 #: HyTrain with all weights in host memory, but for those of layers that the GPU owns.
-STREAMED: Final = f"{AUTO},stream=1"
+OFFLOADED: Final = f"{AUTO},offload_weights=1"
 #: HyTrain with all of its placements, for GPUs with little memory.
-ROAMING: Final = "hytrain:auto,visit=auto,stream=auto"
+ROAMING: Final = "hytrain:auto,visit=auto,offload_weights=auto"
 #: The same with activations in host memory as well.
 LEANEST: Final = f"{ROAMING},offload_activations"
 #: GiB of GPU memory that torch may take.
@@ -380,7 +380,7 @@ def identical(template: Job) -> list[Job]:
 
 def lean(template: Job) -> list[Job]:
     """What people try first where memory is short, beside HyTrain as it is and below a cap on the GPU's memory."""
-    systems = ("no-offload", AUTO, STREAMED, "torch-bf16", "bnb-8bit", "bnb-paged-8bit")
+    systems = ("no-offload", AUTO, OFFLOADED, "torch-bf16", "bnb-8bit", "bnb-paged-8bit")
     below = [(plain(replace(template, cap_gib=gib), ROAMING), label) for gib, label in LEAN.items()]
     return [
         *(plain(template, system) for system in systems),

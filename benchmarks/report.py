@@ -33,10 +33,10 @@ from benchmarks.parts import (
     MUON,
     NEVER_CLIPPED,
     NO_CLIPPING,
+    OFFLOADED,
     ROAMING,
     SAVING,
     SFT,
-    STREAMED,
     UNWATCHED,
     UNWATCHED_AGAIN,
     WATCHED,
@@ -193,7 +193,7 @@ GOALS: Final = (
     Goal(f"{LEAN[15.5]}: both / torch's AdamW on bf16 parameters, which is not exact", "≤ 1.02 at ≤ 55 %",
          in_both(f"{ROAMING} {LEAN[15.5]}", "torch-bf16", 1.02, 0.55), each_host=True),
     Goal("weights in host memory: step, GPU memory / the same with weights on the GPU", "≤ 1.03 at ≤ 100 %",
-         in_both(STREAMED, AUTO, 1.03, 1.0), each_host=True),
+         in_both(OFFLOADED, AUTO, 1.03, 1.0), each_host=True),
     Goal("the planner's step / the best static k's, within 10 steps", "≤ 1.05", near_the_best_static),
     Goal("threads halved, then given back: k moves, within 10 % of the new best", "within 20 steps",
          follows_the_threads),
@@ -460,7 +460,7 @@ def monitors(rows: Rows) -> str:
 
 #: Columns of systems below caps on GPU memory.
 CAPPED: Final = (last("model", "shape"), ("cap", lambda mine: f"{mine.last('cap_gib'):.0f} GiB"), col.SYSTEM)
-PLACED: Final = (col.K, last("layers that visit", "visiting"), last("layers that are streamed", "streamed"))
+PLACED: Final = (col.K, last("layers that visit", "visiting"), last("layers that are offloaded", "offloaded"))
 FRONTIERS: Final = ("frontier_3b", "frontier_7b", "frontier_10b")
 
 

@@ -375,7 +375,7 @@ def own_account(running: Running, steps: Steps, segment: Segment) -> dict[str, A
     return {
         "k": float(last.k),
         "visiting": len(last.visiting_layers),
-        "streamed": len(last.streamed_layers),
+        "offloaded": len(last.offloaded_layers),
         "ks": [round(float(each.k), 4) for each in steps.statistics],
         "moved": last.moved,
         "policy": measured[-1].get("policy") if measured else None,

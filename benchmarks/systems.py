@@ -221,7 +221,7 @@ def parse_options(text: str) -> dict[str, Any]:
         elif name in ("threads", "host_memory_limit", "gpu_memory_limit"):
             options[name] = int(value)
         else:
-            options[name] = float(value) if name in ("k", "visit", "stream") and value != "auto" else value
+            options[name] = float(value) if name in ("k", "visit", "offload_weights") and value != "auto" else value
     return options
 
 

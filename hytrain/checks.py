@@ -47,7 +47,7 @@ class Options:
     loss_scale: float | str | None
     overlap: bool
     visit: float | None = 0.0
-    stream: float | None = 0.0
+    offload_weights: float | None = 0.0
     offload_activations: bool = False
 
     @property
@@ -78,7 +78,7 @@ def check_options(
     *,
     k: float | str,
     visit: float | str,
-    stream: float | str,
+    offload_weights: float | str,
     state_dtype: torch.dtype | str,
     master_dtype: torch.dtype | str,
     **others: Any,
@@ -87,7 +87,7 @@ def check_options(
     options = Options(
         k=_fraction("k", k),
         visit=_fraction("visit", visit),
-        stream=_fraction("stream", stream),
+        offload_weights=_fraction("offload_weights", offload_weights),
         state_dtype=str(state_dtype).removeprefix("torch."),
         master_dtype=str(master_dtype).removeprefix("torch."),
         **others,
@@ -183,7 +183,7 @@ def check_same(ranks: Ranks, options: Options) -> None:
         "torch rounds differently on the CPUs of some ranks, so replicas would drift apart: set ATEN_CPU_CAPABILITY to "
         "the same on all of them, or train on equal CPUs",
     )
-    names = ["grad_accumulation", "max_grad_norm", "clip", "on_nonfinite", "loss_scale", "overlap", "stream"]
+    names = ["grad_accumulation", "max_grad_norm", "clip", "on_nonfinite", "loss_scale", "overlap", "offload_weights"]
     names += ["state_dtype", "master_dtype"]
     ranks.require_same(
         tuple(getattr(options, name) for name in names),
@@ -191,8 +191,10 @@ def check_same(ranks: Ranks, options: Options) -> None:
     )
     if ranks.world > 1 and options.clip == "per_layer":  # on all ranks alike
         raise UnsupportedError('clip="per_layer" with several ranks: a layer is in shards there, so use "global"')
-    if ranks.world > 1 and options.stream != 0.0:
-        raise UnsupportedError("stream with several ranks: FSDP2 shares the weights out there, so leave stream out")
+    if ranks.world > 1 and options.offload_weights != 0.0:
+        raise UnsupportedError(
+            "offload_weights with several ranks: FSDP2 shares the weights out there, so leave it out"
+        )
 
 
 def check_device(given: torch.device | str | None, ranks: Ranks) -> torch.device | None:

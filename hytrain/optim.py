@@ -75,7 +75,7 @@ class SharedOptions(TypedDict, total=False):
     loss_scale: float | str | None
     k: float | str
     visit: float | str
-    stream: float | str
+    offload_weights: float | str
     offload_activations: bool
     device: torch.device | str | None
     policy: str
@@ -136,13 +136,13 @@ class Optimizer(torch.optim.Optimizer):
         visit: The fraction of the parameters that the GPU updates although their state is in host memory, from where
             it is fetched for each update. The CPU updates the rest. A number with a number for k, or "auto" with
             k="auto" and policy "deadline", which then decides both.
-        stream: The fraction of the parameters whose weights rest in host memory. They are copied to the GPU before they
-            are needed, in forward and again in backward, and take no memory there otherwise. Whole blocks are streamed,
-            and only while the GPU owns none of their state. With "auto", all of them are streamed at first, and then
-            as many as policy "deadline" finds best in the memory that steps leave free; other policies stay with all.
+        offload_weights: The fraction of the parameters whose weights rest in host memory. They are copied to the GPU
+            before they are needed, in forward and again in backward, and take no memory there otherwise. Whole blocks
+            are offloaded, and only while the GPU owns none of their state. With "auto", all of them are at first, and
+            then as many as policy "deadline" finds best in the memory that steps leave free; others stay with all.
         offload_activations: Whether what the model's forward saves for backward goes to host memory, and comes back for
             that: with activation checkpointing the blocks' inputs, otherwise all that blocks save. The same bits.
-        device: Where to train a model that is still on the CPU: it is moved there, but for weights that are streamed.
+        device: Where to train a model that is still on the CPU: it is moved there, but for weights that are offloaded.
             So the GPU need not hold them all. By default where the model is.
         policy: How "auto" decides: "deadline", "balance", "cotrain"; or "random", which moves layers all the time.
         objective: What "deadline" optimizes: "speed", with the least GPU memory; "gpu-memory"; or "host-memory".
@@ -193,7 +193,7 @@ class Optimizer(torch.optim.Optimizer):
         loss_scale: float | str | None = None,
         k: float | str = "auto",
         visit: float | str = 0.0,
-        stream: float | str = 0.0,
+        offload_weights: float | str = 0.0,
         offload_activations: bool = False,
         device: torch.device | str | None = None,
         policy: str = "deadline",
@@ -222,7 +222,7 @@ class Optimizer(torch.optim.Optimizer):
                 algorithm=self.algorithm,
                 k=k,
                 visit=visit,
-                stream=stream,
+                offload_weights=offload_weights,
                 offload_activations=offload_activations,
                 policy=policy,
                 objective=objective,

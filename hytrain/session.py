@@ -44,12 +44,12 @@ from hytrain.memory.visits import ring_bytes
 from hytrain.model import fsdp, hooks
 from hytrain.model.blueprint import Planned, Read, blueprints_of, converted
 from hytrain.model.layers import find_blocks, split_layers
+from hytrain.model.offloaded import load, offloadable_blocks, take_back, take_to
 from hytrain.model.parts import Parts
 from hytrain.model.sharing import counted_here
-from hytrain.model.streamed import load, streamed_blocks, take_back, take_to
 from hytrain.model.trained import (
     Gate,
-    StreamedBlock,
+    OffloadedBlock,
     TrainedLayer,
     TrainedParameter,
     build_gates,
@@ -70,7 +70,7 @@ from hytrain.step.activations import Activations
 from hytrain.step.backward import Groups
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
-from hytrain.step.streaming import window_bytes
+from hytrain.step.offload import window_bytes
 from hytrain.tensors import flat, has_memory, is_distributed, local
 from hytrain.trackers import THREAD_NAME, Trackers
 from protocol.handles import layout
@@ -124,7 +124,7 @@ class Session:
         self.resting = saving.Resting(options.algorithm, options.precision)
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []
-        self._blocks: list[StreamedBlock] = []
+        self._blocks: list[OffloadedBlock] = []
         self._engine: Engine | None = None
         self._numbers = StepNumbers()
         self._host_bytes = 0  # of host memory, this rank's part
@@ -143,7 +143,7 @@ class Session:
             deferred = [planned for each in blueprints_of(model) for planned in each.planned]
             if deferred or self._device != came_from:
                 undo.callback(take_back, model, came_from, self._first)
-                blocks = find_blocks(model) if options.stream != 0.0 else ()
+                blocks = find_blocks(model) if options.offload_weights != 0.0 else ()
                 take_to(model, self._device, blocks, deferred, self._first)
             self._build()
             undo.callback(self._leave)
@@ -251,7 +251,7 @@ class Session:
         if options.may_speculate and (options.speculate or not any(layer.spec.stays_on_device for layer in layers)):
             self._add_banks(layers)
         gates = build_gates(layers, parts)
-        self._blocks = [] if options.stream == 0.0 else streamed_blocks(gates, find_blocks(self._model))
+        self._blocks = [] if options.offload_weights == 0.0 else offloadable_blocks(gates, find_blocks(self._model))
         if options.offload_activations:
             mark_blocks(gates, find_blocks(self._model))
         for known in parameters:
@@ -334,7 +334,7 @@ class Session:
             rank=self.ranks.rank,
             world=self.ranks.world,
             visit=options.visit,
-            stream=options.stream if self._blocks else 0.0,
+            offload_weights=options.offload_weights if self._blocks else 0.0,
             blocks=tuple(tuple(layer.lid for layer in block.layers) for block in self._blocks),
             window_bytes=window_bytes(self._blocks),
             ring_bytes=ring_bytes([segment for layer in layers for segment in layer.segments]),
@@ -351,7 +351,7 @@ class Session:
             memory.begin_anew()
 
     def _first_bytes(self) -> int | None:
-        """The GPU memory for state, and for weights of blocks that can be streamed, before a step was measured."""
+        """The GPU memory for state, and for weights of blocks that can be offloaded, before a step was measured."""
         free = self.memory.for_state_bytes()
         there = sum(known.own.nbytes for b in self._blocks for known in b.parameters if has_memory(known.own))
         return None if free is None else free + there

@@ -16,7 +16,7 @@ class Statistics:
         k: The fraction of the trained parameters that the GPU owns.
         gpu_layers: The IDs of the layers that the GPU owns.
         visiting_layers: The IDs of the layers whose state visits the GPU.
-        streamed_layers: The IDs of the layers whose weights rest in host memory.
+        offloaded_layers: The IDs of the layers whose weights rest in host memory.
         moved: The number of handovers since the start.
         moving: Whether handovers were running, or their memory was prepared or released; this can slow a step down.
     """
@@ -27,6 +27,6 @@ class Statistics:
     k: float = 0.0
     gpu_layers: tuple[int, ...] = ()
     visiting_layers: tuple[int, ...] = ()
-    streamed_layers: tuple[int, ...] = ()
+    offloaded_layers: tuple[int, ...] = ()
     moved: int = 0
     moving: bool = False

@@ -187,9 +187,9 @@ class LayerTable(Message):
     `inbox`: the trainer's inbox, as in its Hello; the optimizer sends to it.
     `awaits_verdict`: updates become final only at the end of backward.
     `speculate`: whether the CPU updates before that; None lets the coordinator choose.
-    `k`: None means "auto". `visit`, `stream`: the fractions of the parameters whose state visits the GPU, and whose
-    weights rest in host memory; None means "auto".
-    `blocks`: the LIDs of each block that can be streamed. `window_bytes`: the GPU memory through which they are.
+    `k`: None means "auto". `visit`, `offload_weights`: the fractions of the parameters whose state visits the GPU, and
+    whose weights rest in host memory; None means "auto".
+    `blocks`: the LIDs of each block that can be offloaded. `window_bytes`: the GPU memory through which they are.
     `ring_bytes`: the GPU memory through which state visits. `hold_bytes`: what may wait for that there.
     `gpu_bytes`: the limit for the optimizer state of GPU-owned layers and the weights of those blocks; None if unknown.
     `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.
@@ -214,7 +214,7 @@ class LayerTable(Message):
     rank: int = 0
     world: int = 1
     visit: float | None = 0.0
-    stream: float | None = 0.0
+    offload_weights: float | None = 0.0
     blocks: tuple[tuple[int, ...], ...] = ()
     window_bytes: int = 0
     ring_bytes: int = 0
@@ -230,7 +230,10 @@ class LayerTable(Message):
         _require(positions == numbers, "positions must be a permutation of 0, 1, 2, …")
         _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
         _require(self.visit is None or 0.0 <= self.visit <= 1.0, f"visit is {self.visit}, not in [0, 1]")
-        _require(self.stream is None or 0.0 <= self.stream <= 1.0, f"stream is {self.stream}, not in [0, 1]")
+        _require(
+            self.offload_weights is None or 0.0 <= self.offload_weights <= 1.0,
+            f"offload_weights is {self.offload_weights}, not in [0, 1]",
+        )
         in_blocks = [lid for block in self.blocks for lid in block]
         _require(all(self.blocks) and len(set(in_blocks)) == len(in_blocks), "a layer is in one block, if any")
         _require(set(in_blocks) <= set(numbers), "blocks are of layers in the table")
@@ -564,7 +567,7 @@ class TrainerReport(Message):
     `places`: those in effect in `step`.
     `gpu_usable_bytes`: what the trainer can have of the GPU's memory, less a margin. `gpu_needed_bytes`: the most that
     it has had so far. None without a GPU. `waited_bytes`: the most that gradients took in `step` which waited for
-    visits, with the memory by which the window of streamed weights was wider.
+    visits, with the memory by which the window of offloaded weights was wider.
     `activation_bytes`: pinned host memory for activations, all of which one backward brings back to the device.
     `to_device_bytes`, `to_host_bytes`: copied since the report before, or since training began.
     `host_free_bytes`: what planes may still take of the host's memory, as others left it after `step`; below 0 if some

@@ -6,8 +6,9 @@ loop may log further numbers under names of its own.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ METRICS: Final = (
     Metric("k", "", "share of the parameters that the GPU owns", "hytrain_k_ratio"),
     Metric("gpu_layers", "", "layers that the GPU owns", "hytrain_gpu_layers"),
     Metric("visiting_layers", "", "layers whose state visits the GPU", "hytrain_visiting_layers"),
-    Metric("streamed_layers", "", "layers whose weights rest in host memory", "hytrain_streamed_layers"),
+    Metric("offloaded_layers", "", "layers whose weights rest in host memory", "hytrain_offloaded_layers"),
     Metric("to_device_bytes", "byte", "copied in the step to the trainer's device", "hytrain_to_device_bytes"),
     Metric("to_host_bytes", "byte", "copied in the step to host memory", "hytrain_to_host_bytes"),
     Metric("moved", "", "layers that have moved since training began", "hytrain_moved_layers_total"),
@@ -122,3 +123,13 @@ METRICS: Final = (
     Metric("diverged_at", "", "the step in which training was seen to diverge", "hytrain_diverged_step"),
 )
 BY_NAME: Final = {metric.name: metric for metric in METRICS}
+#: What records were named before.
+RENAMED: Final[dict[str, str]] = {"streamed_layers": "offloaded_layers"}
+
+
+def parsed(line: bytes | str) -> dict[str, Any]:
+    """A record of this version or an earlier one. ValueError if the line has none."""
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError(f"{type(record).__name__} is no record")
+    return {RENAMED[name] if name in RENAMED else name: value for name, value in record.items()}

@@ -9,7 +9,7 @@ gradients, forward would begin when the last visit is over. So some that would h
 is over, and then go in forward order: the visits overlap with forward, too.
 
 What waits for a visit has `hold_bytes` of the GPU's memory. At most half of that is for what is put off: gradients, and
-streamed weights, which stay on the GPU until forward. Other streamed weights stay there until their visit, and up to
+offloaded weights, which stay on the GPU until forward. Other offloaded weights stay there until their visit, and up to
 half of it widens their window for that.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Final, NamedTuple
 
-#: The most blocks by which the window of streamed weights is widened.
+#: The most blocks by which the window of offloaded weights is widened.
 MORE_BLOCKS: Final = 4
 #: A visit is put off if it would have to wait longer than this, in mean visits. Each is tried, to find the least stall.
 WAITS: Final = (inf, 1.0, 0.5, 0.25, 0.1)
@@ -83,5 +83,5 @@ def most_put_off_bytes(hold_bytes: int) -> int:
 
 
 def wider_by_bytes(hold_bytes: int, block_bytes: int) -> int:
-    """By how much the window of streamed weights is widened if visits update some of them, in whole blocks."""
+    """By how much the window of offloaded weights is widened if visits update some of them, in whole blocks."""
     return min(MORE_BLOCKS, hold_bytes // 2 // block_bytes) * block_bytes if block_bytes else 0

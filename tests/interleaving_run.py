@@ -53,12 +53,12 @@ from hytrain.algorithms import ADAMW
 from hytrain.checks import Options
 from hytrain.memory import visits
 from hytrain.model.layers import ModelLayer, Piece
-from hytrain.model.streamed import _streamed
+from hytrain.model.offloaded import _offloaded
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_layers
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.trace import NO_STEP, TraceWriter
-from hytrain.step import backward, boundary, engine, handover, streaming
+from hytrain.step import backward, boundary, engine, handover, offload
 from hytrain.step.accumulation import Accumulation
 from protocol import messages as m
 from protocol.address import Address
@@ -77,7 +77,7 @@ class Run:
     def __init__(
         self, seed: int, *, layers: int, steps: int, coordinator: type[Any] = Planner, share: float = 0.0
     ) -> None:
-        """`share`: of the layers whose weights are streamed."""
+        """`share`: of the layers whose weights are offloaded."""
         self.rng, self.steps = random.Random(seed), steps
         self.scheduler = Scheduler(self.rng)
         self.layers, self.parameters, self._kept = random_layers(self.rng, layers)
@@ -86,9 +86,9 @@ class Run:
         # Of what waits for visits. A layer has two or four tiles at most.
         self.hold_bytes = random.Random(-seed).choice((0, 4 * 12 * TILE, 1 << 30))
         self._chance = random.Random(-seed)
-        self.blocks = [_streamed(gate) for gate in self.gates if chance.random() < share]
+        self.blocks = [_offloaded(gate) for gate in self.gates if chance.random() < share]
         self.world = World(self.rng, self.scheduler, self.layers, chance)
-        self.streams, self.book = Streams(self.world, streamed=share > 0), PlanBook("trainer", layers)
+        self.streams, self.book = Streams(self.world, offloaded=share > 0), PlanBook("trainer", layers)
         self.coordinator = coordinator(self.world)
         for sender in ("trainer", "optimizer"):
             ready = partial(self.world.waits, "coordinator", sender)
@@ -118,7 +118,7 @@ class Run:
                 mock.patch.object(handover, "threading", threads),
                 mock.patch.object(boundary, "time", time),
                 mock.patch.object(visits, "SLOT_NUMEL", TILE),
-                mock.patch.object(streaming, "SLOTS", 1),
+                mock.patch.object(offload, "SLOTS", 1),
                 mock.patch.object(backward.Backward, "_visits_after_backward", self._put_off),
             ):
                 self.engine = self._make_engine()
@@ -151,7 +151,7 @@ class Run:
         made = engine.Engine(
             self.layers, self.parameters, accumulation=Accumulation(1), ranks=Ranks(), counted=counted, **parts
         )
-        made._streaming._wider_by_bytes = self._chance.choice((0, 1 << 30))  # options await verdicts, steps seldom do
+        made._offload._wider_by_bytes = self._chance.choice((0, 1 << 30))  # options await verdicts, steps seldom do
         return made
 
     def check(self) -> None:
@@ -213,7 +213,7 @@ class Run:
         while engine.steps < self.steps:
             self.step()
         engine.synchronize()
-        engine._streaming.restore()
+        engine._offload.restore()
         self.streams.drain()
         for known in self.world.by_address.values():
             require(holds(known.weights.numpy(), known.due), "I1: an update is missing at the end")
@@ -237,8 +237,8 @@ class Run:
                     engine.reads.use(segment.owner.parameter)
                     views.append(segment.owner.parameter.detach())  # as autograd does
             self.streams.compute.run(self.world.reading(layer))
-            if is_called and layer.streamed is not None:
-                engine._streaming.leave(layer.streamed)
+            if is_called and layer.block is not None:
+                engine._offload.leave(layer.block)
                 left.append(layer)
         for layer in reversed(entered):
             if layer in left:
@@ -290,7 +290,7 @@ def table_of(layers: list[TrainedLayer], blocks: tuple[tuple[int, ...], ...] = (
     wishes: Any = {"policy": "random", "objective": "speed", "speculate": None, "k": None, "backend": "auto"}
     limits: Any = {"gpu_bytes": None, "host_bytes": None, "awaits_verdict": True, "continues": False}
     specs = tuple(layer.spec for layer in layers)
-    wishes |= {"stream": None, "blocks": blocks}
+    wishes |= {"offload_weights": None, "blocks": blocks}
     return m.LayerTable(layers=specs, inbox="trainer-0", device="cpu", **wishes, **limits)
 
 

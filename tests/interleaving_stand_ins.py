@@ -62,17 +62,17 @@ TOKEN = "token"
 class Streams:
     """In place of `CudaTransfers`. `pinned` is the host memory that copies may touch: address and size."""
 
-    def __init__(self, world: World, *, streamed: bool = False) -> None:
-        """`streamed`: weights are, on a stream of their own."""
+    def __init__(self, world: World, *, offloaded: bool = False) -> None:
+        """`offloaded`: weights are, on a stream of their own."""
         numbers = count()
         self.clock: Any = HostClock()
         self.traffic = Traffic()
-        self.clock.mark = lambda stream=None: 1e-3 * next(numbers)
+        self.clock.mark = lambda offload_weights=None: 1e-3 * next(numbers)
         self.pinned: dict[int, int] = {}
         self._world, self._pause = world, world.scheduler.pause
         self.compute, self.out, self.into, self.state = (Stream(world.scheduler) for _ in range(4))
         self.fetching, self.visiting, self.returning = (Stream(world.scheduler) for _ in range(3))
-        self.streaming = Stream(world.scheduler) if streamed else self.fetching
+        self.window = Stream(world.scheduler) if offloaded else self.fetching
         self.current = self.compute
 
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
@@ -154,17 +154,17 @@ class Streams:
 
         for mark in after:
             if mark is not None:
-                self.streaming.wait(mark)
-        return self._copy(self.streaming, [(copy, look) for copy in copies], host=1)
+                self.window.wait(mark)
+        return self._copy(self.window, [(copy, look) for copy in copies], host=1)
 
     def free(self, tensors: Sequence[Tensor], *, after: Sequence[Mark | None]) -> None:
         """Their memory is somebody else's at once, in the order of the stream."""
         for mark in after:
             if mark is not None:
-                self.streaming.wait(mark)
+                self.window.wait(mark)
         for tensor in tensors:
             for tile in at(address(tensor), tensor.numel()):
-                self.streaming.run(partial(tile.fill, BLANK))
+                self.window.run(partial(tile.fill, BLANK))
 
     def so_far(self) -> Transfer:
         return Transfer(self.current.mark(), (self.clock.mark(), self.clock.mark()))  # type: ignore[arg-type]
@@ -203,7 +203,7 @@ class Streams:
 
     def drain(self) -> None:
         streams = (self.compute, self.out, self.into, self.state, self.fetching, self.visiting, self.returning)
-        streams += (self.streaming,)
+        streams += (self.window,)
         self._world.scheduler.wait_until(lambda: not any(stream.operations for stream in streams))
 
 
@@ -457,9 +457,9 @@ class Planner:
         lids = range(len(self.world.layers))
         owned = Places(tuple(self.world.rng.choice(self.choices[lid % len(self.choices)]) for lid in lids))
         why: Any = {"k": 0.0, "policy": "random", "reason": "", "predicted_step_s": None}
-        stays = (layer for layer in self.world.layers if layer.streamed is None or layer.lid in owned.gpu)
-        streamed = {*lids}.difference(layer.lid for layer in stays)
-        places = owned.offload({lid for lid in streamed if self.world.chance.random() < 0.8})
+        stays = (layer for layer in self.world.layers if layer.block is None or layer.lid in owned.gpu)
+        offloaded = {*lids}.difference(layer.lid for layer in stays)
+        places = owned.offload({lid for lid in offloaded if self.world.chance.random() < 0.8})
         plan = m.Plan(plan_id=self.ledger.next_id, step=step, places=places, **why)
         for role in ("trainer", "optimizer"):
             self.world.send("coordinator", role, plan)

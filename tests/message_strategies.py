@@ -44,7 +44,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.ReportTo, "node"): st.integers(1, 2**20),
     (m.LayerTable, "k"): st.none() | st.floats(0, 1),
     (m.LayerTable, "visit"): st.none() | st.floats(0, 1),
-    (m.LayerTable, "stream"): st.none() | st.floats(0, 1),
+    (m.LayerTable, "offload_weights"): st.none() | st.floats(0, 1),
     (m.LayerTable, "blocks"): st.just(()),
     (m.LayerTable, "objective"): st.sampled_from(m.OBJECTIVES),
     **{(m.Calibration, name): SECONDS_EACH for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")},

@@ -262,7 +262,7 @@ def test_every_part_names_known_systems_survives_the_command_line_and_is_short()
 def test_predicted_memory_is_that_of_the_step_with_the_peak() -> None:
     """Layers moved within the measured steps."""
     records = [{"predicted_gpu_bytes": nbytes, "predicted_step_s": nbytes / 10} for nbytes in (9.0, 1.0, 1.0, 2.0)]
-    last = SimpleNamespace(step=4, k=0.5, visiting_layers=(), streamed_layers=(), moved=3)
+    last = SimpleNamespace(step=4, k=0.5, visiting_layers=(), offloaded_layers=(), moved=3)
     running: Any = SimpleNamespace(optimizer=object(), records=lambda *arguments: records)
     steps: Any = SimpleNamespace(statistics=[last], first=1, loss=0.0)
     found = step.own_account(running, steps, Segment(batch=1, measure=3))
@@ -341,7 +341,7 @@ def slower(found: Rows, factor: float, **fields: Any) -> Rows:
         ("batch 1: step / no offload", {"part": "batches", "system": "hytrain:auto", "batch": 1, "factor": 2.0}),
         (f"{parts.LEAN[15.5]}: step / no offload", {"label": parts.LEAN[15.5], "factor": 1.3}),
         ("which is not exact", {"label": tuple(parts.LEAN.values()), "factor": 2.1}),
-        ("weights in host memory", {"system": parts.STREAMED, "factor": 1.4}),
+        ("weights in host memory", {"system": parts.OFFLOADED, "factor": 1.4}),
         ("best static k's", {"label": "auto from the start", "factor": 1.1}),
         ("a mixture of experts", {"part": "experts", "system": "deepspeed-zero2", "factor": 0.4}),
         ("Muon: step / no offload", {"system": parts.MUON, "factor": 2.2}),

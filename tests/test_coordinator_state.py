@@ -316,12 +316,12 @@ def test_calibration_stands_in_for_what_was_not_measured(driver: Driver, gpu_upd
     assert bool(driver.sent(report(WARM_UP_STEPS))) is moves
 
 
-def test_streamed_weights_need_room_on_the_gpu_with_the_state(driver: Driver) -> None:
+def test_offloaded_weights_need_room_on_the_gpu_with_the_state(driver: Driver) -> None:
     """So fewer layers fit there than without them."""
     assert driver.start(k=1.0, gpu_bytes=LAYERS * 10 * SEGMENT.numel).k == 1.0
-    streamed, blocks = Driver(), tuple((lid,) for lid in ALL)
+    offloaded, blocks = Driver(), tuple((lid,) for lid in ALL)
     room = {"gpu_bytes": (LAYERS * 10 + 3) * SEGMENT.numel, "window_bytes": 2 * SEGMENT.numel}
-    plan = streamed.start(k=1.0, stream=1.0, blocks=blocks, **room)
+    plan = offloaded.start(k=1.0, offload_weights=1.0, blocks=blocks, **room)
     assert (plan.k, plan.places.offloaded) == (0.75, {3})
 
 
@@ -408,11 +408,11 @@ def test_layers_that_are_beyond_their_bounds_can_leave(driver: Driver) -> None:
 
 @pytest.mark.parametrize("room_for_both", [True, False])
 def test_what_comes_to_the_gpu_waits_for_what_leaves(driver: Driver, room_for_both: bool) -> None:
-    """State comes before the weights that are to be streamed have left. What has no room beside them comes later."""
+    """State comes before the weights that are to be offloaded have left. What has no room beside them comes later."""
     element = SEGMENT.numel
     state, weights, waiting = 10 * element, 2 * element, 2 * 2 * element
     blocks = tuple((lid,) for lid in ALL)
-    start = driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40, stream=0.5, blocks=blocks)
+    start = driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40, offload_weights=0.5, blocks=blocks)
     assert start.places.offloaded == {0, 2}
     usable = 2 * state + (2 + room_for_both) * weights + waiting
 
@@ -894,7 +894,7 @@ def test_monitors_may_ask_for_the_last_records(driver: Driver) -> None:
 
 def test_a_status_has_the_plan_that_is_to_come(driver: Driver) -> None:
     assert driver.status().plan is None
-    first = driver.start(policy="fixed", k=0.0, stream=1.0, blocks=tuple((lid,) for lid in ALL))
+    first = driver.start(policy="fixed", k=0.0, offload_weights=1.0, blocks=tuple((lid,) for lid in ALL))
     assert driver.status().plan == first and not driver.status().places.offloaded
     driver.handle(report(0, places=placed(()).offload({1, 2})))
     driver.handle(m.Command(name="k", value="1"))
@@ -910,7 +910,13 @@ def test_a_status_says_what_each_plane_takes(driver: Driver, awaits_verdict: boo
 
     With a second bank of all but the grads, if updates may be undone. A layer whose state visits has no grads there.
     """
-    shares = {"policy": "fixed", "k": 0.25, "visit": 0.25, "stream": 0.25, "blocks": tuple((lid,) for lid in ALL)}
+    shares = {
+        "policy": "fixed",
+        "k": 0.25,
+        "visit": 0.25,
+        "offload_weights": 0.25,
+        "blocks": tuple((lid,) for lid in ALL),
+    }
     memory = {"device": "cuda", "gpu_bytes": 1 << 40, "window_bytes": 700, "ring_bytes": 900}
     undoes = {"awaits_verdict": awaits_verdict, "speculate": None if awaits_verdict else False}
     driver.start(**shares, **memory, **undoes)
@@ -1280,9 +1286,9 @@ def test_steps_of_a_busy_host_say_nothing_of_others(driver: Driver) -> None:
     assert driver.profile == before
 
 
-def test_steps_under_other_streamed_weights_say_nothing_of_the_present_ones(driver: Driver) -> None:
+def test_steps_under_other_offloaded_weights_say_nothing_of_the_present_ones(driver: Driver) -> None:
     """A report is of an earlier step. It may be on a CPU, too."""
-    driver.start(policy="fixed", k=0.0, stream=1.0, blocks=tuple((lid,) for lid in ALL))
+    driver.start(policy="fixed", k=0.0, offload_weights=1.0, blocks=tuple((lid,) for lid in ALL))
     for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 3):
         driver.handle(cpu_report(step, 1e-3, lids=ALL))
         driver.handle(report(step, places=placed(()).offload(set(ALL)), measured=step))

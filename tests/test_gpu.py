@@ -96,7 +96,7 @@ def test_the_result_does_not_depend_on_who_owns_a_layer(
 ) -> None:
     choices: list[dict[str, Any]] = [{"k": k} for k in (0.0, 0.3, 1.0, "auto")]
     choices += [{"k": 0.2, "visit": 0.5}, {"k": 0.0, "visit": 1.0}]
-    choices += [{"k": 0.0, "stream": 1.0}, {"k": 0.2, "visit": 0.5, "stream": 0.6}]
+    choices += [{"k": 0.0, "offload_weights": 1.0}, {"k": 0.2, "visit": 0.5, "offload_weights": 0.6}]
     fixed = [train(llama(dtype), tmp_path, **choice, **state)[0] for choice in choices]
     for stream in (0.0, 1.0, "auto"):
         random, moved = train(llama(dtype), tmp_path, policy="random", stream=stream, **state)
@@ -126,7 +126,7 @@ class Mixture(nn.Module):
 def test_skipped_experts_do_not_depend_on_who_owns_a_layer(clipping: dict[str, Any], tmp_path: Path) -> None:
     results: list[dict[str, torch.Tensor]] = []
     choices: list[dict[str, Any]] = [{"k": 0.0}, {"k": 1.0}, {"k": 0.0, "visit": 1.0}, {"policy": "random"}]
-    choices += [{"k": 0.0, "visit": 0.5, "stream": 1.0}, {"policy": "random", "stream": "auto"}]
+    choices += [{"k": 0.0, "visit": 0.5, "offload_weights": 1.0}, {"policy": "random", "offload_weights": "auto"}]
     for options in choices:
         torch.manual_seed(0)
         model = nn.Sequential(*[Mixture() for _ in range(4)]).to("cuda", torch.bfloat16)
@@ -164,7 +164,7 @@ def test_fused_experts_in_pieces_do_not_depend_on_who_owns_a_layer(
     monkeypatch.setattr("hytrain.model.layers.MIN_PIECE_NUMEL", 1 << 18)
     monkeypatch.setattr("hytrain.model.layers.MAX_PIECE_NUMEL", 1 << 18)
     choices: list[dict[str, Any]] = [{"k": k} for k in (0.0, 0.3, 1.0)]
-    choices += [{"k": 0.0, "visit": 1.0}, {"k": 0.2, "visit": 0.5, "stream": 0.6}, {"policy": "random"}]
+    choices += [{"k": 0.0, "visit": 1.0}, {"k": 0.2, "visit": 0.5, "offload_weights": 0.6}, {"policy": "random"}]
     assert_same([train(mixtral(), tmp_path, **options)[0] for options in choices])
 
 
@@ -179,9 +179,9 @@ def compiler() -> Any:
 def test_compiled_blocks_give_the_same_bits_whoever_owns_a_layer(
     compiler: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where weights are streamed and activations are recomputed."""
+    """Also where weights are offloaded and activations are recomputed."""
     monkeypatch.setattr(compiler, "compile_threads", 1)
-    choices: list[dict[str, Any]] = [{"k": 1.0}, {"k": 0.3}, {"k": 0.0, "visit": 0.5, "stream": 1.0}]
+    choices: list[dict[str, Any]] = [{"k": 1.0}, {"k": 0.3}, {"k": 0.0, "visit": 0.5, "offload_weights": 1.0}]
     results = []
     for options in choices:
         model: Any = llama(torch.bfloat16)
@@ -291,7 +291,7 @@ def test_clipping_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, m
     """Ahead of the verdict or behind it; in most steps, in some and in none."""
     ahead, behind = {"k": 0.0, "speculate": True}, {"k": 0.0, "speculate": False}
     runs: list[dict[str, Any]] = [{"k": 0.0, "overlap": False}, ahead, behind, {"k": 1.0}, {"policy": "random"}]
-    runs += [{"k": 0.0, "stream": 1.0}, {"k": 0.0, "visit": 1.0, "stream": 1.0}]
+    runs += [{"k": 0.0, "offload_weights": 1.0}, {"k": 0.0, "visit": 1.0, "offload_weights": 1.0}]
     state = train_poisoned(dtype, tmp_path, runs, max_grad_norm=max_norm, on_nonfinite="skip")
     unclipped, _ = train(llama(dtype), tmp_path, k=0.0)
     assert not torch.equal(state["lm_head.weight"], unclipped["lm_head.weight"])
@@ -406,7 +406,7 @@ ROUNDED = {"state_dtype": "bfloat16", "master_dtype": "bfloat16"}
 def test_other_algorithms_give_the_same_bits_whoever_owns_a_layer(
     kind: Any, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    runs = {"k": 0.0}, {"k": 1.0}, {"k": 0.0, "visit": 1.0}, {"policy": "random", "stream": "auto"}
+    runs = {"k": 0.0}, {"k": 1.0}, {"k": 0.0, "visit": 1.0}, {"policy": "random", "offload_weights": "auto"}
     assert_same([train(llama(dtype), tmp_path, kind=kind, **options, **choice)[0] for choice in runs])
 
 
@@ -435,7 +435,12 @@ def test_replayed_gradients_give_torchs_sgd(k: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_accumulation_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, tmp_path: Path) -> None:
     host = {"accumulate_on": "host"}
-    runs = {"k": 0.0, "overlap": False}, {"k": 0.0, **host}, {"k": 1.0, **host}, {"policy": "random", "stream": "auto"}
+    runs = (
+        {"k": 0.0, "overlap": False},
+        {"k": 0.0, **host},
+        {"k": 1.0, **host},
+        {"policy": "random", "offload_weights": "auto"},
+    )
     assert_same([train(llama(dtype), tmp_path, grad_accumulation=3, **options)[0] for options in runs])
 
 
@@ -551,7 +556,7 @@ def test_weights_that_were_written_are_trained_on(k: float, tmp_path: Path) -> N
     optimizer.close()
 
 
-def test_a_model_that_is_not_on_the_gpu_is_brought_there_without_streamed_weights(tmp_path: Path) -> None:
+def test_a_model_that_is_not_on_the_gpu_is_brought_there_without_offloaded_weights(tmp_path: Path) -> None:
     def trained(where: str, **options: Any) -> tuple[dict[str, torch.Tensor], int]:
         torch.manual_seed(0)
         model = (
@@ -570,13 +575,15 @@ def test_a_model_that_is_not_on_the_gpu_is_brought_there_without_streamed_weight
         assert all(parameter.is_cuda for parameter in model.parameters())
         return state, peak
 
-    (expected, _), (found, peak) = trained("cuda", k=0.0), trained("cpu", k=0.0, stream=1.0, device="cuda")
+    (expected, _), (found, peak) = trained("cuda", k=0.0), trained("cpu", k=0.0, offload_weights=1.0, device="cuda")
     assert_same([expected, found])
     assert peak < 12 * 2 * 3000 * 3000, "all weights take more, whatever gradients wait for the link"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("options", [{"k": 0.0, "stream": 1.0}, {"k": 0.2, "visit": 0.5, "stream": 0.6}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"k": 0.0, "offload_weights": 1.0}, {"k": 0.2, "visit": 0.5, "offload_weights": 0.6}], ids=str
+)
 def test_a_deferred_model_trains_as_one_built_at_once(options: dict[str, Any], device: str, tmp_path: Path) -> None:
     """With the values of the device for which it was built."""
     expected, _ = train(llama(torch.bfloat16, device).cuda(), tmp_path, **options)
@@ -689,8 +696,8 @@ def test_activations_in_host_memory_change_no_bit(
     monkeypatch.setattr(activations, "MIN_BYTES", 1 << 12)
     monkeypatch.setattr(activations, "WINDOW_BYTES", 1 << 20)
     make = recomputing if checkpointed else llama
-    runs: list[dict[str, Any]] = [{"k": 0.0}, {"k": 1.0}, {"k": 0.0, "visit": 1.0, "stream": 1.0}]
-    runs += [{"policy": "random", "stream": "auto"}, {"k": 0.5, "grad_accumulation": 2}]
+    runs: list[dict[str, Any]] = [{"k": 0.0}, {"k": 1.0}, {"k": 0.0, "visit": 1.0, "offload_weights": 1.0}]
+    runs += [{"policy": "random", "offload_weights": "auto"}, {"k": 0.5, "grad_accumulation": 2}]
     for options in runs:
         found = [train(make(torch.bfloat16), tmp_path, **options, **more)[0] for more in ({}, OFFLOADED)]
         assert_same(found)

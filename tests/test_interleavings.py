@@ -29,8 +29,8 @@ from hytrain.step import handover
 from hytrain.step.backward import Backward
 from hytrain.step.boundary import Boundary
 from hytrain.step.handover import Handover
+from hytrain.step.offload import Offload
 from hytrain.step.reads import Reads
-from hytrain.step.streaming import Streaming
 from protocol import messages as m
 from protocol.placement import Placement
 from workers.update_queue import Tile, UpdateQueue
@@ -262,21 +262,21 @@ def waits_for_all_but(stream: str) -> Callable[..., Any]:
     return call
 
 
-def nobody(real: Any, streaming: Streaming, block: Any) -> list[Any]:
+def nobody(real: Any, offload: Offload, block: Any) -> list[Any]:
     return []
 
 
-def keeps_what_is_stale(real: Any, streaming: Streaming, block: Any) -> None:
+def keeps_what_is_stale(real: Any, offload: Offload, block: Any) -> None:
     if not block.life.is_present:
-        real(streaming, block)
+        real(offload, block)
 
 
 def closes_before_the_fetch(real: Any, copied: Any, closing: Any, *others: Any) -> None:
     real(copied, [(arena, copies[:1]) for arena, copies in closing], *others)
 
 
-#: Weights are streamed in these runs.
-STREAMED: Final = "streamed: "
+#: Weights are offloaded in these runs.
+OFFLOADED: Final = "offloaded: "
 
 FAULTS: dict[str, tuple[list[Patch], str]] = {
     "reads without waiting": ([NO_WAIT], "FILLED of step .* while|I1"),
@@ -311,13 +311,13 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "hands over before the return": ([(Streams, "land", lands_all_but("returning"))], f"{LEFTOVERS}|I2: .* given up"),
     "applies plans early": ([(Boundary, "begin_plan", begins_early)], "I3: a plan holds from its step on"),
     "one acknowledges": ([(PlanLedger, "on_ack", one_is_enough)], "I3: both acknowledge"),
-    STREAMED + "fetches at once": ([(Streams, "free", waits_for_nobody)], "I1"),
-    STREAMED + "fetches before a visit is back": ([(Streams, "free", waits_for_all_but("returning"))], "I1"),
-    STREAMED + "compute does not wait": ([(Streams, "land", lands_all_but("streaming"))], "I1"),
-    STREAMED + "keeps what is stale": ([(Streaming, "_bring", keeps_what_is_stale)], "I1"),
-    STREAMED + "frees what is read": ([(Streaming, "_users", nobody)], "I1"),
-    STREAMED + "closes before the fetch": ([(handover, "_clear_up", closes_before_the_fetch)], "I2: .* given up"),
-    STREAMED + "updates what is away": ([(Streaming, "before_update", nothing)], f"I1|{LEFTOVERS}"),
+    OFFLOADED + "fetches at once": ([(Streams, "free", waits_for_nobody)], "I1"),
+    OFFLOADED + "fetches before a visit is back": ([(Streams, "free", waits_for_all_but("returning"))], "I1"),
+    OFFLOADED + "compute does not wait": ([(Streams, "land", lands_all_but("window"))], "I1"),
+    OFFLOADED + "keeps what is stale": ([(Offload, "_bring", keeps_what_is_stale)], "I1"),
+    OFFLOADED + "frees what is read": ([(Offload, "_users", nobody)], "I1"),
+    OFFLOADED + "closes before the fetch": ([(handover, "_clear_up", closes_before_the_fetch)], "I2: .* given up"),
+    OFFLOADED + "updates what is away": ([(Offload, "before_update", nothing)], f"I1|{LEFTOVERS}"),
     "the last plan counts": ([(PlanBook, "planned", only_the_last_counts)], "cannot go to"),
 }
 
@@ -326,4 +326,4 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
 def test_planted_fault_is_found(fault: str) -> None:
     patches, said = FAULTS[fault]
     with pytest.raises(FOUND, match=said):
-        search(*patches, share=float(fault.startswith(STREAMED)))
+        search(*patches, share=float(fault.startswith(OFFLOADED)))

@@ -205,7 +205,7 @@ def test_waits_for_updates_take_nothing_from_other_forwards(clock: FakeClock, me
     assert [times[lid].forward_s for lid in range(3)] == [1.0, 2.0, 2.0]
 
 
-def test_backwards_waits_for_streamed_weights_are_stalls(clock: FakeClock, meter: Meter) -> None:
+def test_backwards_waits_for_offloaded_weights_are_stalls(clock: FakeClock, meter: Meter) -> None:
     """Of several backwards only those of the last count, as its times do."""
     meter_forward(meter, clock, (0,), 0, 0)
     meter_forward(meter, clock, (1, 2), 1, 1)

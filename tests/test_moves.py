@@ -56,7 +56,7 @@ names = st.tuples(*[st.sampled_from(RESIDENT)] * LAYERS)
 
 @st.composite
 def places(draw: st.DrawFn) -> Places:
-    """Blocks may be streamed of which the GPU owns no layer."""
+    """Blocks may be offloaded of which the GPU owns no layer."""
     owned, drawn = Places(draw(names)), draw(st.sets(st.integers(0, LAYERS // IN_A_BLOCK - 1)))
     free = drawn - {lid // IN_A_BLOCK for lid in owned.gpu}
     return owned.offload({lid for lid in range(LAYERS) if lid // IN_A_BLOCK in free})

@@ -130,11 +130,11 @@ def test_visits_that_would_make_others_wait_are_put_off() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_streamed_weights_that_are_put_off_stay_until_forward() -> None:
+def test_offloaded_weights_that_are_put_off_stay_until_forward() -> None:
     """They take no room in the window meanwhile, and none is put off where they have no other."""
-    many = streamable(uniform(10, h2d_s=0.5))
+    many = offloadable(uniform(10, h2d_s=0.5))
     layers = tuple(replace(each, visit_s=3.0, grads_bytes=200, forward_s=3.0) for each in many.layers)
-    many = replace(many, layers=layers, stream=1.0, visit=1.0)
+    many = replace(many, layers=layers, offload=1.0, visit=1.0)
     for nbytes, put_off, fetched in ((800, [], [3, 4, 5, 6, 7, 8, 9]), (2400, [6, 8], [5, 7, 9])):
         events = simulate(replace(many, hold_bytes=nbytes), NONE).events
         over_s = max(end_s for kind, _, _, end_s in events if kind == "backward")
@@ -144,11 +144,11 @@ def test_streamed_weights_that_are_put_off_stay_until_forward() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_blocks_that_wait_for_visits_widen_the_window_of_streamed_weights() -> None:
+def test_blocks_that_wait_for_visits_widen_the_window_of_offloaded_weights() -> None:
     """By half of what may wait."""
-    many = streamable(uniform(8, h2d_s=0.1))
+    many = offloadable(uniform(8, h2d_s=0.1))
     layers = tuple(replace(each, visit_s=2.5, grads_bytes=1) for each in many.layers)
-    many = replace(many, layers=layers, stream=1.0, visit=1.0)
+    many = replace(many, layers=layers, offload=1.0, visit=1.0)
     waited = [simulate(replace(many, hold_bytes=nbytes), NONE).fetch_s for nbytes in (399, 400, 1600, 2000)]
     assert waited[0] > waited[1] > waited[2] == waited[3], "four blocks at most"
     held = [simulate(replace(_held(many), hold_bytes=nbytes), NONE).step_s for nbytes in (0, 2000)]
@@ -156,11 +156,11 @@ def test_blocks_that_wait_for_visits_widen_the_window_of_streamed_weights() -> N
 
 
 @pytest.mark.usefixtures("alone")
-def test_streamed_weights_come_through_a_window() -> None:
+def test_offloaded_weights_come_through_a_window() -> None:
     """Of one layer here: the next ones are fetched when it has left, in forward only once they are updated."""
-    three = streamable(uniform(3, h2d_s=1.0))
+    three = offloadable(uniform(3, h2d_s=1.0))
     first, second, third = (LAST - position for position in range(3))
-    timeline = simulate(replace(three, stream=1.0), NONE)
+    timeline = simulate(replace(three, offload=1.0), NONE)
     events = [event for event in timeline.events if event[0] in ("backward", "fetch", "forward", "stall")]
     assert events == [
         ("backward", third, 0, 2),
@@ -177,7 +177,7 @@ def test_streamed_weights_come_through_a_window() -> None:
         ("forward", third, 16, 17),
     ]
     assert (timeline.step_s, timeline.fetch_s, timeline.stalls_s, timeline.gpu_busy_s) == (17, 2, {first: 3}, 9)
-    visiting = simulate(replace(three, stream=1.0, visit=1.0, hold_bytes=0), NONE)
+    visiting = simulate(replace(three, offload=1.0, visit=1.0, hold_bytes=0), NONE)
     assert [event[1] for event in visiting.events if event[0] == "fetch"] == [second, first, second, third]
     on_link = sorted((event for event in visiting.events if event[0] in ("visit", "fetch")), key=lambda event: event[2])
     assert on_link[:4] == [
@@ -208,9 +208,9 @@ def test_backward_waits_for_visits_whose_gradients_take_all_the_memory_that_they
 
 
 def test_activations_take_their_time_on_the_link() -> None:
-    """In backward they come with streamed weights, as long as these if they are as many bytes. Visits wait for them."""
-    profile = streamable(uniform(3, d2h_s=1.0, h2d_s=1.0))
-    profile = replace(profile, stream=1.0)
+    """In backward they come with offloaded weights, as long as these if as many bytes. Visits wait for them."""
+    profile = offloadable(uniform(3, d2h_s=1.0, h2d_s=1.0))
+    profile = replace(profile, offload=1.0)
     loaded = replace(profile, activation_bytes=600)  # as many as all weights
     assert loaded.activations_s == pytest.approx(3.0) and not profile.activations_s
     fetches = [
@@ -262,7 +262,7 @@ def test_shares_that_were_slower_than_simulated_are_left_alone() -> None:
     assert choose("deadline", profile, visit=None, residuals={(1.0, 0.0): 0.1}).visit == wanted, "with another k"
 
 
-def streamable(profile: Profile, window: int = 200) -> Profile:
+def offloadable(profile: Profile, window: int = 200) -> Profile:
     layers = (replace(each, weights_bytes=2 * each.numel, block=each.lid) for each in profile.layers)
     return replace(profile, layers=tuple(layers), window_bytes=window)
 
@@ -274,59 +274,59 @@ def _held(profile: Profile) -> Profile:
 
 @given(st.data(), st.sampled_from(OBJECTIVES))
 def test_limits_hold_with_planned_streams_too(data: st.DataObject, objective: str) -> None:
-    """What of the weights is not streamed takes GPU memory, as does the window of what is."""
-    profile = streamable(data.draw(profiles), window=data.draw(st.integers(0, 3000)))
-    profile = replace(profile, stream=data.draw(st.sampled_from([0.0, 0.5, 1.0])))
-    least = replace(profile, stream=1.0).gpu_state_bytes(NONE)
+    """What of the weights is not offloaded takes GPU memory, as does the window of what is."""
+    profile = offloadable(data.draw(profiles), window=data.draw(st.integers(0, 3000)))
+    profile = replace(profile, offload=data.draw(st.sampled_from([0.0, 0.5, 1.0])))
+    least = replace(profile, offload=1.0).gpu_state_bytes(NONE)
     room = least + data.draw(st.integers(0, 2 * profile.gpu_state_bytes(profile.lids)))
     limits, current = Limits(gpu_state_bytes=room), data.draw(subsets(profile))
-    decision = choose("deadline", profile, limits, current=current, stream=None, objective=objective)
-    there = replace(profile, stream=decision.stream)
-    streamed, owned = there.places(decision.gpu_lids).offloaded, decision.gpu_lids
-    assert not streamed & owned
-    at_home = sum(one.weights_bytes for one in there.layers if one.lid not in streamed)
+    decision = choose("deadline", profile, limits, current=current, offload=None, objective=objective)
+    there = replace(profile, offload=decision.offload)
+    offloaded, owned = there.places(decision.gpu_lids).offloaded, decision.gpu_lids
+    assert not offloaded & owned
+    at_home = sum(one.weights_bytes for one in there.layers if one.lid not in offloaded)
     state = sum(one.gpu_state_bytes for one in there.layers if one.lid in owned)
-    assert at_home + state + (profile.window_bytes if streamed else 0) <= there.gpu_state_bytes(owned) <= room
+    assert at_home + state + (profile.window_bytes if offloaded else 0) <= there.gpu_state_bytes(owned) <= room
 
 
-def test_weights_are_streamed_only_while_memory_is_short_or_wanted() -> None:
-    profile = replace(streamable(uniform(8, h2d_s=0.5)), stream=1.0)
+def test_weights_are_offloaded_only_while_memory_is_short_or_wanted() -> None:
+    profile = replace(offloadable(uniform(8, h2d_s=0.5)), offload=1.0)
     room = profile.gpu_state_bytes(NONE)
-    assert choose("deadline", profile, Limits(gpu_state_bytes=room), stream=None).stream == 1.0
-    roomy = choose("deadline", profile, Limits(gpu_state_bytes=10 * room), stream=None)
-    assert roomy.stream < 1.0 and roomy.changed
-    now = replace(profile, stream=roomy.stream)
-    kept = choose("deadline", now, Limits(gpu_state_bytes=10 * room), current=roomy.gpu_lids, stream=None)
+    assert choose("deadline", profile, Limits(gpu_state_bytes=room), offload=None).offload == 1.0
+    roomy = choose("deadline", profile, Limits(gpu_state_bytes=10 * room), offload=None)
+    assert roomy.offload < 1.0 and roomy.changed
+    now = replace(profile, offload=roomy.offload)
+    kept = choose("deadline", now, Limits(gpu_state_bytes=10 * room), current=roomy.gpu_lids, offload=None)
     assert not kept.changed
-    tight = choose("deadline", now, Limits(gpu_state_bytes=room), current=roomy.gpu_lids, stream=None)
-    assert (tight.stream, tight.gpu_lids) == (1.0, NONE)
-    saved = choose("deadline", now, stream=None, objective="gpu-memory")
-    assert saved.stream == 1.0
+    tight = choose("deadline", now, Limits(gpu_state_bytes=room), current=roomy.gpu_lids, offload=None)
+    assert (tight.offload, tight.gpu_lids) == (1.0, NONE)
+    saved = choose("deadline", now, offload=None, objective="gpu-memory")
+    assert saved.offload == 1.0
 
 
 def test_layers_whose_weights_stay_on_the_gpu_visit_first() -> None:
-    """Streamed ones would have to stay until their visit is over."""
-    four = replace(streamable(uniform(4)), stream=0.5)
-    streamed = four.places(NONE).offloaded
-    assert len(streamed) == 2
+    """Offloaded ones would have to stay until their visit is over."""
+    four = replace(offloadable(uniform(4)), offload=0.5)
+    offloaded = four.places(NONE).offloaded
+    assert len(offloaded) == 2
     for visit, count in ((0.25, 1), (0.5, 2), (0.75, 3), (1.0, 4)):
         visiting = replace(four, visit=visit).places(NONE).visiting
-        assert len(visiting) == count and len(visiting & streamed) == max(0, count - 2)
-    assert len(replace(four, visit=0.5).places(four.lids - streamed).visiting) == 2, "the GPU owns the others"
+        assert len(visiting) == count and len(visiting & offloaded) == max(0, count - 2)
+    assert len(replace(four, visit=0.5).places(four.lids - offloaded).visiting) == 2, "the GPU owns the others"
 
 
-def test_blocks_are_streamed_whole() -> None:
-    four = replace(streamable(uniform(5)), stream=0.4)
+def test_blocks_are_offloaded_whole() -> None:
+    four = replace(offloadable(uniform(5)), offload=0.4)
     layers = tuple(replace(each, block=each.position // 2 if each.position < 4 else -1) for each in four.layers)
     layers = (*layers[:4], replace(layers[4], weights_bytes=0))
     two = replace(four, layers=layers)
     assert two.places(NONE).offloaded == lids(0, 1)
     assert two.places(lids(1)).offloaded == lids(2, 3), "not where the GPU owns a layer"
-    all_streamed = replace(two, stream=1.0)
-    assert all_streamed.places(NONE).offloaded == lids(0, 1, 2, 3)
-    assert all_streamed.gpu_state_bytes(lids(1)) == 1000 + 2 * 200 + 200, "its state, the block's weights, the window"
+    all_offloaded = replace(two, offload=1.0)
+    assert all_offloaded.places(NONE).offloaded == lids(0, 1, 2, 3)
+    assert all_offloaded.gpu_state_bytes(lids(1)) == 1000 + 2 * 200 + 200, "its state, the block's weights, the window"
     for room, owned in ((1600, lids(0)), (1599, lids(4))):  # the last one is not of a block
-        assert choose("fixed", all_streamed, Limits(gpu_state_bytes=room), stream=1.0, fixed_k=0.2).gpu_lids == owned
+        assert choose("fixed", all_offloaded, Limits(gpu_state_bytes=room), offload=1.0, fixed_k=0.2).gpu_lids == owned
 
 
 @given(st.data(), st.sampled_from(OBJECTIVES))

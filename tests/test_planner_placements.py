@@ -1,4 +1,4 @@
-"""Plans of a coordinator in a closed loop with a made-up GPU: owners, visits and streamed weights, below a cap.
+"""Plans of a coordinator in a closed loop with a made-up GPU: owners, visits and offloaded weights, below a cap.
 
     first plan ─▶ true step of these placements ─ noise ─▶ TrainerReport, OptimizerReport ─▶ plan ─▶ … two steps later
 
@@ -62,7 +62,13 @@ class Run:
         count = machine.blocks * PIECES
         kinds = [matrix if lid % PIECES < machine.of_muon else segment for lid in range(count)]
         layers = tuple(m.Layer(lid=lid, position=lid, name=f"{lid}", segments=(it,)) for lid, it in enumerate(kinds))
-        wishes: dict[str, Any] = {"policy": "deadline", "objective": "speed", "k": None, "visit": None, "stream": None}
+        wishes: dict[str, Any] = {
+            "policy": "deadline",
+            "objective": "speed",
+            "k": None,
+            "visit": None,
+            "offload_weights": None,
+        }
         wishes |= {"awaits_verdict": False, "speculate": False, "backend": "auto", "continues": False}
         self.hold = int(0.06 * machine.cap)
         self.table = m.LayerTable(
@@ -150,7 +156,7 @@ class Run:
         pace = self.random.choice(self.machine.paces)
         real, true = self.true(pace)
         places = self.now.places
-        of_gpu, visiting, streamed, of_cpu = places.gpu, places.visiting, places.offloaded, places.cpu
+        of_gpu, visiting, offloaded, of_cpu = places.gpu, places.visiting, places.offloaded, places.cpu
         scale = self.random.gauss(1, NOISE / 2)
         self.steps_s.append(true.step_s * scale)
 
@@ -166,16 +172,16 @@ class Run:
                 forward_s=noisy(one.forward_s * slowed),
                 backward_s=noisy(one.backward_s * slowed),
                 d2h_s=noisy(one.d2h_s, if_=one.lid in of_cpu),
-                h2d_s=noisy(one.h2d_s, if_=one.lid in of_cpu - streamed),
+                h2d_s=noisy(one.h2d_s, if_=one.lid in of_cpu - offloaded),
                 gpu_update_s=noisy(one.gpu_update_s, if_=one.lid in of_gpu),
                 visit_s=noisy(visits_s.get(one.lid, 0.0), if_=one.lid in visiting),
             )
             for one in real.layers
         )
         placed = sum(self.facts[lid]["gpu_state_bytes"] for lid in of_gpu)
-        placed += 2 * self.numel * (len(real.lids) - len(streamed))
+        placed += 2 * self.numel * (len(real.lids) - len(offloaded))
         self.ring = self.table.ring_bytes if visiting else self.ring  # it stays once it was made
-        placed += (self.table.window_bytes if streamed else 0) + self.ring + (self.hold if visiting else 0)
+        placed += (self.table.window_bytes if offloaded else 0) + self.ring + (self.hold if visiting else 0)
         self.needed = max(self.needed, placed + self.machine.others)
         assert self.needed <= self.machine.cap, "out of memory"
         longer = real.crowding(places).cpu

@@ -90,22 +90,22 @@ def test_visits_are_planned_where_gpu_memory_is_short(batch: int) -> None:
 
 @every_second(seed=CASES, batch=[1, 4, 16])
 def test_no_other_shares_are_clearly_faster(batch: int, seed: int) -> None:
-    """Of visits and of streamed weights together: to choose one after the other would miss those."""
-    profile = streamable(llama(seed, batch, blocks=12))
+    """Of visits and of offloaded weights together: to choose one after the other would miss those."""
+    profile = offloadable(llama(seed, batch, blocks=12))
     limits = some_memory(profile, seed)
     usual: dict[str, Any] = {"fixed_k": None, "current": frozenset(), "horizon_steps": 10**9, "min_gain": 0.0}
-    planned = decide("deadline", profile, limits, visit=None, stream=None, **usual)
+    planned = decide("deadline", profile, limits, visit=None, offload=None, **usual)
     assert limits.gpu_state_bytes is not None
     steps_s = []
-    for visit, stream in product(SHARES, SHARES):
-        other = decide("deadline", profile, limits, visit=visit, stream=stream, **usual)
-        there = replace(profile, visit=visit, stream=stream)
+    for visit, offload in product(SHARES, SHARES):
+        other = decide("deadline", profile, limits, visit=visit, offload=offload, **usual)
+        there = replace(profile, visit=visit, offload=offload)
         if there.gpu_state_bytes(other.gpu_lids) <= limits.gpu_state_bytes:
             steps_s.append(other.predicted_step_s)
     assert planned.predicted_step_s <= 1.03 * min(steps_s)
 
 
-def streamable(profile: Profile) -> Profile:
+def offloadable(profile: Profile) -> Profile:
     """The weights of blocks may rest in host memory, and come through the memory of three."""
     block = max(layer.numel for layer in profile.layers)
     layers = [

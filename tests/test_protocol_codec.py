@@ -149,7 +149,7 @@ def layer_table(**changes: Any) -> list[Any]:
     table = {"layers": [[0, 0, "a", segment()]], "inbox": "trainer-0-1f", "device": "cpu", "policy": "fixed"}
     table |= {"objective": "speed", "awaits_verdict": False, "speculate": False, "k": None, "backend": "auto"}
     table |= {"gpu_bytes": None, "host_bytes": None, "continues": False, "threads": None, "rank": 0, "world": 1}
-    table |= {"visit": 0.0, "stream": 0.0, "blocks": [], "window_bytes": 0, "ring_bytes": 0, "hold_bytes": 0}
+    table |= {"visit": 0.0, "offload_weights": 0.0, "blocks": [], "window_bytes": 0, "ring_bytes": 0, "hold_bytes": 0}
     table["gpu"] = ""
     return list((table | changes).values())
 
@@ -181,7 +181,7 @@ def segment(numel: int = 1, **changed: Any) -> list[Any]:
         ({"objective": "fun"}, "unknown objective 'fun'"),
         ({"k": 2.0}, "k is 2.0"),
         ({"visit": 1.5}, "visit is 1.5"),
-        ({"stream": -0.5}, "stream is -0.5"),
+        ({"offload_weights": -0.5}, "stream is -0.5"),
         ({"blocks": [[0, 0]]}, "a layer is in one block"),
         ({"blocks": [[]]}, "a layer is in one block"),
         ({"blocks": [[1]]}, "blocks are of layers"),

@@ -21,7 +21,7 @@ from hytrain.recipe import adapters, config, model
 from hytrain.recipe.estimate import estimate, need, planes_of
 from hytrain.recipe.fused import Conv1DGelu
 from hytrain.recipe.schedule import factors, scheduler
-from hytrain.step.streaming import SLOTS
+from hytrain.step.offload import SLOTS
 from protocol.handles import Precision
 from protocol.messages import Segment
 
@@ -331,10 +331,10 @@ def test_estimate_counts_without_building(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(tree))
     result = estimate(config.load(path))
     needs = {n.name: n for n in result.needs}
-    lean = ("0, visit=1", "0, stream=1", "0, visit=1, stream=1")
+    lean = ("0, visit=1", "0, offload_weights=1", "0, visit=1, offload_weights=1")
     assert result.trainable > 70e9 and needs.keys() == {"0", *lean, "0.25", "1"}
     block = 2 * (4 * 8192**2 + 3 * 8192 * 28672 + 2 * 8192)
-    assert needs["0"].trainer - needs["0, stream=1"].trainer == (80 - SLOTS) * block
+    assert needs["0"].trainer - needs["0, offload_weights=1"].trainer == (80 - SLOTS) * block
     assert needs["0"].host - needs["0, visit=1"].host == 2 * result.trainable, "no gradients in host memory"
     ring = needs["0, visit=1"].trainer - needs["0"].trainer
     assert ring == ring_bytes([Segment(name="w", numel=1 << 26, dtype="bfloat16", grads_dtype="bfloat16", group=0)])
@@ -398,7 +398,7 @@ def test_estimate_of_each_rank(tmp_path: Path) -> None:
     data = ["data={kind: random, batch_size: 8}", "data.sequence_length=16", "train.device=cpu"]
     alone = estimate(config.load(recipe, data))
     four = estimate(config.load(recipe, [*data, "parallel.data_replicate=2"]), 4)
-    for one, each in zip((n for n in alone.needs if not (n.streamed or n.visits)), four.needs, strict=True):
+    for one, each in zip((n for n in alone.needs if not (n.offloaded or n.visits)), four.needs, strict=True):
         assert each.host == pytest.approx(one.host / 2, rel=1e-3) and each.trainer == pytest.approx(
             one.trainer / 2, rel=1e-3
         )

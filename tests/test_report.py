@@ -25,7 +25,7 @@ NOW = datetime(2026, 11, 25, 12, 0, tzinfo=UTC)
 def record(step: int, **more: Any) -> dict[str, Any]:
     ended = {"step": step, "wall_time": 1e9 + step, "at_s": float(step)}
     usual = {"step_s": 0.5, "stall_s": 0.05, "cpu_busy_s": 0.2, "k": 0.25}
-    layers = {"gpu_layers": 2, "visiting_layers": 1, "streamed_layers": 0, "moved": 3}
+    layers = {"gpu_layers": 2, "visiting_layers": 1, "offloaded_layers": 0, "moved": 3}
     return {**ended, **usual, **layers, "predicted_step_s": 0.4, "loss": 4.0 - step / 1000, **more}
 
 
@@ -107,6 +107,14 @@ def test_each_plan_has_its_reason_and_how_its_steps_were(tmp_path: Path) -> None
     assert found[0] == ["1", "0.250", "1", "0", "400.0 ms", "500.0 ms", "1.25", "the first"]
     assert found[1] == ["10", "0.500", "1", "0", "200.0 ms", "300.0 ms", "1.50", "k=0.50 is <better>"]
     assert WARM_UP_STEPS < 9, "the first plan has measured steps"
+
+
+def test_a_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    records = [record(step, reason="so") for step in range(1, 20)]
+    for one in records:
+        one["streamed_layers"] = 7 + one.pop("offloaded_layers")
+    found = rows(page([read(run(tmp_path / "one", records))], NOW), "Plans of one")[1:]
+    assert found[0][:4] == ["1", "0.250", "1", "7"]
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:

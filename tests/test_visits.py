@@ -142,7 +142,7 @@ def test_gradients_that_are_put_off_take_half_of_what_may_wait() -> None:
     assert made.puts_off(BYTES)
 
 
-def test_streamed_weights_that_are_put_off_take_of_the_same_memory() -> None:
+def test_offloaded_weights_that_are_put_off_take_of_the_same_memory() -> None:
     made = Visits(Late(), torch.device("cpu"), [SEGMENT], hold_bytes=4 * BYTES)
     assert [made.puts_off(BYTES // 2, BYTES) for _ in range(2)] == [True, False]
     made.begin_put_off()
@@ -153,7 +153,7 @@ def test_streamed_weights_that_are_put_off_take_of_the_same_memory() -> None:
     assert made.end_step() == 3.5 * BYTES and not made.puts_off(2 * BYTES), "but are not where steps need most memory"
 
 
-def test_streamed_weights_borrow_from_gradients_that_wait() -> None:
+def test_offloaded_weights_borrow_from_gradients_that_wait() -> None:
     made = Visits(Late(), torch.device("cpu"), [SEGMENT], hold_bytes=4 * BYTES)
     made.lent_bytes = 2 * BYTES
     assert [made.puts_off(BYTES) for _ in range(2)] == [True, False]

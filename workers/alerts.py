@@ -76,6 +76,6 @@ def _cause(record: dict[str, Any]) -> str:
     busy_s, step_s = record.get("cpu_busy_s"), record["step_s"]
     if busy_s is not None and busy_s >= BUSY * step_s:
         return "the CPU updates all the time: give it more cores, or find out what else runs on them"
-    if record.get("visiting_layers") or record.get("streamed_layers"):
+    if record.get("visiting_layers") or record.get("offloaded_layers"):
         return "the CPU is not always busy, so copies between host and GPU are what takes long"
     return "the CPU is not always busy, so its updates come late for another reason: look at a timeline"

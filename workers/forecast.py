@@ -17,7 +17,7 @@ from hytrain import planner
 from hytrain.memory.capacity import GPU_MARGIN, WAITING_SHARE
 from hytrain.memory.visits import ring_bytes
 from hytrain.planner import Infeasible, LayerProfile, Limits, Profile
-from hytrain.step.streaming import SLOTS
+from hytrain.step.offload import SLOTS
 from protocol import messages as m
 from protocol.handles import DTYPE_BYTES, EXACT, Precision
 from workers.planning import BESIDE_TRAINING, HORIZON_STEPS, MIN_GAIN, facts
@@ -129,14 +129,14 @@ def forecast(
     try:
         decision = planner.decide(
             "deadline",
-            replace(profile, visit=1.0, stream=1.0),
+            replace(profile, visit=1.0, offload=1.0),
             Limits(gpu_state_bytes=max(room, 0), host_bytes=host_bytes),
             fixed_k=None,
             current=frozenset(),
             horizon_steps=HORIZON_STEPS,
             min_gain=MIN_GAIN,
             visit=None,
-            stream=None,
+            offload=None,
         )
     except Infeasible as error:
         return Forecast(None, work_s, str(error))
@@ -155,7 +155,7 @@ def _state_bytes(precision: Precision) -> int:
 
 
 def _table(shape: Shape, gpu_bytes: int, host_bytes: int, precision: Precision) -> m.LayerTable:
-    """As a trainer would send it: blocks in pieces, which can be streamed, between embedding and head."""
+    """As a trainer would send it: blocks in pieces, which can be offloaded, between embedding and head."""
     layers: list[m.Layer] = []
     blocks: list[tuple[int, ...]] = []
 
@@ -192,7 +192,7 @@ def _table(shape: Shape, gpu_bytes: int, host_bytes: int, precision: Precision) 
         host_bytes=host_bytes,
         continues=False,
         visit=None,
-        stream=None,
+        offload_weights=None,
         blocks=tuple(blocks),
         window_bytes=SLOTS * 2 * shape.block_numel,
         ring_bytes=ring_bytes([segment for layer in layers for segment in layer.segments]),

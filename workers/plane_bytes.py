@@ -13,7 +13,7 @@ from protocol import messages as m
 from protocol.handles import PLANES, STATE_PLANES, layout
 from protocol.placement import Places
 
-#: Beside planes, on the device: the memory through which weights are streamed, and that through which state visits.
+#: Beside planes, on the device: the memory through which weights are offloaded, and that through which state visits.
 WINDOW, RING = "window", "ring"
 
 

@@ -79,7 +79,7 @@ class _Step:
 
 
 class _Wanted(NamedTuple):
-    """What a plan is to bring: the layers that the GPU owns, the shares of visits and of streamed weights."""
+    """What a plan is to bring: the layers that the GPU owns, the shares of visits and of offloaded weights."""
 
     gpu_lids: frozenset[int]
     shares: tuple[float, float]
@@ -98,7 +98,7 @@ class Planning:
         self._trainer, self._optimizer = Address("trainer", rank), Address("optimizer", rank)
         self.positions = [layer.position for layer in table.layers]
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
-        # The shares of visits and of streamed weights that are in effect, and those of the last plan.
+        # The shares of visits and of offloaded weights that are in effect, and those of the last plan.
         self._shares = self._planned = (0.0, 0.0)
         # By shares that were in effect: measured steps, relative to simulated ones; in seconds; and the last of them.
         self._residuals: defaultdict[tuple[float, float], planner.Ewma] = defaultdict(planner.Ewma)
@@ -125,7 +125,7 @@ class Planning:
         self._waits_from_plan: str | None = None  # why the CPU will wait for verdicts from the next plan on
         self._replan_every = replan_every
         self._facts = [facts(layer, table) for layer in table.layers]
-        self._streamable = frozenset(lid for block in table.blocks for lid in block)
+        self._offloadable = frozenset(lid for block in table.blocks for lid in block)
         rates = CPU_RATES if table.device == "cpu" else None
         self._book = planner.MeasurementBook(
             self._facts, rates=rates, awaits_verdict=table.awaits_verdict, ranks=table.world
@@ -189,17 +189,17 @@ class Planning:
         if self._uncalibrated or self._ledger.next_id:
             return []
         try:
-            visit, stream = self._wanted
+            visit, offload = self._wanted
             if visit is None:  # which takes no host memory for gradients
                 visit = float(sum(fact.host_bytes for fact in self._facts) > (self._limits.host_bytes or math.inf))
-            shares = visit, 1.0 if stream is None else stream  # lean, until steps are measured
+            shares = visit, 1.0 if offload is None else offload  # lean, until steps are measured
             window_bytes = self.table.window_bytes
             lids = planner.first_lids(
                 self._facts,
                 self._limits,
                 self.k,
                 visit=shares[0],
-                stream=shares[1],
+                offload=shares[1],
                 window_bytes=window_bytes,
                 for_visits_bytes=self._for_visits_bytes,
             )
@@ -219,7 +219,7 @@ class Planning:
 
         If the report is late, nothing is planned from it: the coordinator has to catch up, and a plan would come late.
         """
-        if len(report.places) != len(self._facts) or not self._streamable.issuperset(report.places.offloaded):
+        if len(report.places) != len(self._facts) or not self._offloadable.issuperset(report.places.offloaded):
             raise ValueError(f"a report on {len(report.places)} layers, where there are {len(self._facts)}")
         self._step, self._offloaded, step = report.step, report.places.offloaded, self._steps[report.step]
         step.duration_s, step.places, step.moved = report.step_s, report.places, step.moved or report.moving
@@ -278,7 +278,7 @@ class Planning:
     def _for_visits_bytes(self) -> int:
         """What visits may take besides what steps were seen to need.
 
-        That is the ring of slots, until it was made; and gradients and streamed weights, of which more may wait than
+        That is the ring of slots, until it was made; and gradients and offloaded weights, of which more may wait than
         did then. What awaits a verdict is counted layer by layer.
         """
         ring_bytes = 0 if self._has_ring else self.table.ring_bytes
@@ -298,7 +298,7 @@ class Planning:
             )
             for fact, *each in zip(self._facts, *places, strict=True)
         )
-        placed += sum(self._facts[lid].weights_bytes for lid in self._streamable - offloaded)
+        placed += sum(self._facts[lid].weights_bytes for lid in self._offloadable - offloaded)
         return placed + (self.table.window_bytes if offloaded else 0)
 
     def _measure(self, report: m.TrainerReport, step: _Step) -> None:
@@ -451,7 +451,7 @@ class Planning:
             min_gain=MIN_GAIN,
             objective=self.objective,
             visit=self._wanted[0],
-            stream=self._wanted[1],
+            offload=self._wanted[1],
             residuals=self._known_residuals,
             steps_s=self._known_steps,
             seed=self._step,
@@ -471,7 +471,7 @@ class Planning:
         if not decision.changed:
             self.reason = decision.reason
             return commands
-        shares = decision.visit, decision.stream
+        shares = decision.visit, decision.offload
         wanted = _Wanted(decision.gpu_lids, shares, decision.reason, decision.predicted_step_s)
         return commands + self._propose(wanted, self._step + 2)
 
@@ -482,10 +482,10 @@ class Planning:
 
     @property
     def _wanted(self) -> tuple[float | None, float | None]:
-        """The shares of visits and of streamed weights that the user has asked for; None if they are to be chosen."""
+        """The shares of visits and of offloaded weights that the user has asked for; None if they are to be chosen."""
         if self.policy == "deadline" and self.table.visit is None:
-            return None, self.table.stream
-        return self.table.visit or 0.0 if self.policy == "fixed" else 0.0, self.table.stream
+            return None, self.table.offload_weights
+        return self.table.visit or 0.0 if self.policy == "fixed" else 0.0, self.table.offload_weights
 
     def _shares_of(self, places: Places) -> tuple[float, float]:
         numel = sum(fact.numel for fact in self._facts)
@@ -496,13 +496,13 @@ class Planning:
 
     def _profile(self) -> Profile | None:
         """The book's, with the present shares."""
-        profile, (visit, stream) = self._book.profile(), self._shares
+        profile, (visit, offload) = self._book.profile(), self._shares
         if profile is None:
             return None
         return replace(
             profile,
             visit=visit,
-            stream=stream,
+            offload=offload,
             window_bytes=self.table.window_bytes,
             for_visits_bytes=self._for_visits_bytes,
             hold_bytes=self.table.hold_bytes,
@@ -516,7 +516,7 @@ class Planning:
             return planner.drawn(self._step), f"drawn at random from seed {self._step}"
         share = self._clipped.value
         decision = plan(planner.ahead(profile, share))
-        there = replace(profile, visit=decision.visit, stream=decision.stream)
+        there = replace(profile, visit=decision.visit, offload=decision.offload)
         gained = planner.gain(there, decision.gpu_lids, share)
         why = f"{share:.0%} of the steps are clipped, updating ahead saves {gained:.1%} of a step"
         return planner.is_worth_it(gained, now=self.speculates), why
@@ -577,14 +577,14 @@ class Planning:
         note = Note(f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {count} layers on the GPU: {reason}")
         return [note, Send(self._trainer, plan), Send(self._optimizer, plan)]
 
-    def _placed(self, gpu_lids: frozenset[int], visit: float, stream: float, step: int) -> Places:
+    def _placed(self, gpu_lids: frozenset[int], visit: float, offload: float, step: int) -> Places:
         """The GPU owns these layers. The CPU updates the others, except for those that visit the GPU."""
         facts = [replace(fact, position=self.positions[fact.lid]) for fact in self._facts]
         order = planner.Order(facts)
-        if self.policy == "random" and self.table.stream is None:
-            offloaded = planner.drawn_streams(facts, gpu_lids, step)
+        if self.policy == "random" and self.table.offload_weights is None:
+            offloaded = planner.drawn_offloads(facts, gpu_lids, step)
         else:
-            offloaded = order.offloaded(gpu_lids, stream)
+            offloaded = order.offloaded(gpu_lids, offload)
         if self.policy == "random":
             visiting = planner.drawn_visits(facts, gpu_lids, step)
         else:
@@ -717,7 +717,7 @@ class Planning:
             "k": report.k,
             "gpu_layers": len(report.places.gpu),
             "visiting_layers": len(report.places.visiting),
-            "streamed_layers": len(report.places.offloaded),
+            "offloaded_layers": len(report.places.offloaded),
             "to_device_bytes": report.to_device_bytes,
             "to_host_bytes": report.to_host_bytes,
             "moved": self.moved,

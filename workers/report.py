@@ -30,7 +30,7 @@ from typing import Any, Final
 from hytrain.errors import ConfigError
 from hytrain.readable import GIB
 from protocol.handles import Precision
-from protocol.metrics import BY_NAME
+from protocol.metrics import BY_NAME, parsed
 from workers import gantt, run_folder, timeline
 from workers import monitor_view as view
 from workers.timeline import Timeline
@@ -69,7 +69,7 @@ CHARTS: Final = (
     Chart(
         "Layers by placement",
         "layers",
-        (("gpu_layers", "GPU owns"), ("visiting_layers", "state visits"), ("streamed_layers", "weights streamed")),
+        (("gpu_layers", "GPU owns"), ("visiting_layers", "state visits"), ("offloaded_layers", "weights offloaded")),
     ),
     Chart("Tokens per second", "1/s", (("tokens_per_s", "tokens/s"),)),
     Chart("Learning rate", "", (("lr", "learning rate"),)),
@@ -90,7 +90,7 @@ class Plan:
     step: int
     k: float
     visiting: int
-    streamed: int
+    offloaded: int
     reason: str
     at: float | None = None  # seconds since 1970
     expected_s: float | None = None
@@ -176,8 +176,8 @@ def read(folder: Path) -> Story:
     with metrics.open("rb") as file:
         for line in file:
             with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and isinstance(record.get("step"), int):
+                record = parsed(line)
+                if isinstance(record.get("step"), int):
                     means.add(record)
                     _add(story, record)
     if not story.steps:
@@ -197,7 +197,7 @@ def _rank(metrics: Path) -> Rank | None:
     with metrics.open("rb") as file:
         for line in islice(file, WARM_UP_STEPS, None):
             with suppress(ValueError, KeyError, TypeError, AttributeError):
-                record = json.loads(line)
+                record = parsed(line)
                 rank, k = record["rank"], record["k"]
                 for name, values in found.items():
                     if (value := record.get(name)) is not None:
@@ -245,7 +245,7 @@ def _add(story: Story, record: dict[str, Any]) -> None:
     story.steps += 1
     story.newest |= {name: value for name in BY_NAME if (value := _number(record, name)) is not None}
     if isinstance(reason := record.get("reason"), str):
-        layers = record.get("visiting_layers", 0), record.get("streamed_layers", 0)
+        layers = record.get("visiting_layers", 0), record.get("offloaded_layers", 0)
         at = _number(record, "wall_time")
         story.plans.append(Plan(record["step"], _number(record, "k") or 0.0, *layers, reason, at))
     if (loss := _number(record, "loss")) is not None:
@@ -409,7 +409,7 @@ def _summary(stories: Sequence[Story | None], names: Sequence[str]) -> str:
 
 
 def _plans(name: str, story: Story | None, *, is_live: bool) -> str:
-    heads = ("step", "k", "visiting", "streamed", "expected", "measured", "ratio", "why")
+    heads = ("step", "k", "visiting", "offloaded", "expected", "measured", "ratio", "why")
     head = "".join(f'<th scope="col">{head}</th>' for head in heads)
     rows = []
     plans = [] if story is None else story.plans
@@ -417,7 +417,7 @@ def _plans(name: str, story: Story | None, *, is_live: bool) -> str:
         steps_s = median(plan.steps_s) if plan.steps_s else None
         ratio = f"{steps_s / plan.expected_s:.2f}" if steps_s and plan.expected_s else "–"
         times = (view.seconds(one) if one else "–" for one in (plan.expected_s, steps_s))
-        numbers = (str(plan.step), f"{plan.k:.3f}", str(plan.visiting), str(plan.streamed), *times, ratio)
+        numbers = (str(plan.step), f"{plan.k:.3f}", str(plan.visiting), str(plan.offloaded), *times, ratio)
         cells = "".join(f"<td>{cell}</td>" for cell in numbers)
         rows.append(f'<tr data-at="{plan.at}">{cells}<td class="words">{escape(plan.reason)}</td></tr>')
     left = len(plans) - len(rows)

@@ -7,7 +7,6 @@ create ─▶ a program's own folder; old ones beyond `keep_runs` are pruned    
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from typing import Any, Final
 
 from hytrain.config import home
 from hytrain.errors import ConfigError
+from protocol.metrics import parsed
 
 LOCK: Final = ".lock"
 #: How long after locking a folder its owner may take to write the name of its job into the lock.
@@ -247,8 +247,8 @@ def _last_records(metrics: Path) -> list[dict[str, Any]]:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
         for line in reversed(file.read(TAIL_BYTES).splitlines()):
             with suppress(ValueError):  # cut off at its beginning, or by a crash
-                records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+                records.append(parsed(line))
+    return records
 
 
 def metrics_file(folder: Path, rank: int) -> Path:
@@ -267,8 +267,8 @@ def recent_records(metrics: Path, steps: int, plans: int) -> list[dict[str, Any]
     records = []
     for line in (*planned, *last):
         with suppress(ValueError):  # cut off by a crash
-            records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict)]
+            records.append(parsed(line))
+    return records
 
 
 def last_step(folder: Path) -> int:

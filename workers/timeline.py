@@ -56,8 +56,8 @@ CAUSES: Final = {
         "a higher k copies less; `hytrain-cluster doctor` tells whether the link is as fast as it should be.",
     ),
     "memory": Cause(
-        "memory on the GPU: streamed weights, visits",
-        "leave the GPU more memory: a smaller batch, a lower stream= or visit=, or a higher gpu_memory_limit.",
+        "memory on the GPU: offloaded weights, visits",
+        "leave the GPU more memory: a smaller batch, a lower offload_weights= or visit=, or a higher gpu_memory_limit.",
     ),
     "ranks": Cause(
         "other ranks",

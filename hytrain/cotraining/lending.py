@@ -1,7 +1,7 @@
 """Lends the current weights to the CPU trainer: says in which shared memory each parameter is. `Partner` calls it.
 
     the CPU owns the layer        in its arena, in the current bank: the plane that the optimizer updates
-    streamed weights that visit   in its arena, too
+    offloaded weights that visit   in its arena, too
     any other layer               in the copies, which this process brings up to date for each step
     a parameter in pieces         in the copies: its pieces are in several arenas; also one whose rows do not follow
                                   each other in memory

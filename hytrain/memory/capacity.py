@@ -28,8 +28,8 @@ GPU_MARGIN: Final = 0.04
 #: Host memory that is left to the processes themselves and the libraries that they run, and to page tables. Without it
 #: the machine loads code from disk again and again.
 HOST_MARGIN, HOST_MARGIN_BYTES = 0.02, 3 << 30
-#: Of what a process can have of the GPU's memory, for gradients and streamed weights that wait for visits. Without any,
-#: backward waits.
+#: Of what a process can have of the GPU's memory, for gradients and offloaded weights that wait for visits. Without
+#: any, backward waits.
 WAITING_SHARE: Final = 0.06
 #: What the driver has is asked for once in so many steps, since its answer takes time.
 DRIVER_EVERY: Final = 16

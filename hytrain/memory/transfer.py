@@ -168,14 +168,14 @@ class CudaTransfers:
 
     A copy engine serves a stream as long as that stream has copies that are ready. After a verdict, all weights come at
     once, and a small copy of others (a batch, or FSDP2's own in each all-gather) would wait for all of them: measured,
-    100 ms. State that visits comes and goes all the time, and streamed weights would wait for it. So two streams for
+    100 ms. State that visits comes and goes all the time, and offloaded weights would wait for it. So two streams for
     each of these take turns, and between two turns the engine serves whoever else is ready.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.clock, self.traffic = CudaClock(device), Traffic()
         self._device = device
-        self._out, self._state, self._visiting, self._streaming = (torch.cuda.Stream(device) for _ in range(4))
+        self._out, self._state, self._visiting, self._window = (torch.cuda.Stream(device) for _ in range(4))
         self._saving, self._restoring = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in, self._fetching, self._returning = ([torch.cuda.Stream(device) for _ in range(2)] for _ in range(3))
 
@@ -324,10 +324,10 @@ class CudaTransfers:
         all of `tensors` are freed.
         """
         self.traffic.to_device(copies)
-        with torch.cuda.stream(self._streaming):  # all such memory comes from this stream's pool, and goes back there
+        with torch.cuda.stream(self._window):  # all such memory comes from this stream's pool, and goes back there
             _allocate(tensors)
         self._stream_after(after)
-        return self._copy(self._streaming, copies)
+        return self._copy(self._window, copies)
 
     def free(self, tensors: Iterable[torch.Tensor], *, after: Iterable[Fence]) -> None:
         """Free their memory for `stream_in`, `after` those who use it.
@@ -342,7 +342,7 @@ class CudaTransfers:
     def _stream_after(self, events: Iterable[Fence]) -> None:
         for event in events:
             if event is not None:
-                self._streaming.wait_event(event)
+                self._window.wait_event(event)
 
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:
         if not copies:  # torch refuses an empty list; each mark is recycled once, so these are two

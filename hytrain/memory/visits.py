@@ -58,7 +58,7 @@ class Visits:
     """The slots of one device. All layers share them, so `segments` are those of all layers.
 
     Gradients that wait for their visit take at most `hold_bytes` and those of one layer. That is less by `lent_bytes`,
-    by which the window of streamed weights is wider, and by the streamed weights that are put off.
+    by which the window of offloaded weights is wider, and by the offloaded weights that are put off.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Visits:
         # Gradients, until their layer is updated, and the stream that has made them.
         self._waiting: deque[tuple[Transfer, list[Tensor], Stream]] = deque()
         self._waiting_bytes = self._put_off_bytes = 0
-        self._staying_bytes = 0  # streamed weights that are put off
+        self._staying_bytes = 0  # offloaded weights that are put off
         self._waited_bytes = 0  # the most at once in this step
         self.lent_bytes = 0
         self._lock = threading.Lock()  # forwards of several threads let go
@@ -138,7 +138,7 @@ class Visits:
             self._waited_bytes = max(self._waited_bytes, self.waiting_bytes)
 
     def puts_off(self, grads_bytes: int, weights_bytes: int = 0) -> bool:
-        """Whether a layer's gradients, and streamed weights, may wait until backward is over. If so, they do."""
+        """Whether a layer's gradients, and offloaded weights, may wait until backward is over. If so, they do."""
         with self._lock:
             there = self._put_off_bytes + self._staying_bytes
             if there + grads_bytes + weights_bytes > most_put_off_bytes(self._hold_bytes - self.lent_bytes):
@@ -160,7 +160,7 @@ class Visits:
     def end_step(self) -> int:
         """The most bytes that have waited at once in this step, of gradients and in a wider window.
 
-        Not of streamed weights that were put off: steps need most memory elsewhere, where they are not there.
+        Not of offloaded weights that were put off: steps need most memory elsewhere, where they are not there.
         """
         with self._lock:
             self._staying_bytes = 0

@@ -1,7 +1,7 @@
 """A model that was built without memory, and the values that its parameters get later, one at a time.
 
     deferred_init ─▶ recording ─▶ Blueprint: parameters on the meta device, the rest as fake tensors
-    AdamW         ─▶ take_to   ─▶ each parameter on the device, without memory where it will be streamed
+    AdamW         ─▶ take_to   ─▶ each parameter on the device, without memory where it will be offloaded
                   ─▶ first plan ─▶ make ─▶ each value, into wherever its parameter's weights rest
 
 Nothing holds the whole model on the way. Recipes of several ranks shard it before `make`.

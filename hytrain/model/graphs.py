@@ -1,7 +1,7 @@
 """What HyTrain has to know of CUDA graphs that the user has made of parts of the model: a replay runs no hook inside.
 
 torch.cuda.make_graphed_callables       of modules, before the optimizer is made: hooks of the module itself still
-                                        run. A graph reads weights where they were, so they cannot be streamed
+                                        run. A graph reads weights where they were, so they cannot be offloaded
 torch.compile(mode="reduce-overhead")   graphs of compiled code, one for each forward and backward, which write
                                         gradients into memory that later graphs use again
 """

@@ -4,7 +4,7 @@ TrainedParameter   one parameter: its update count, whether it may be read, its 
 TrainedSegment     a piece of a parameter in a layer, as a 1-D view in storage order
 TrainedLayer       the unit that is moved: its life, its placement, its planes, this step's gradients
 Gate               a module that reads layers when it is called
-StreamedBlock      such a module, whose weights are on the device only while it computes
+OffloadedBlock      such a module, whose weights are on the device only while it computes
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class TrainedLayer:
     `sent` are the update counts of the update under way. `landing` ends when the last update's weights are there,
     `returned` when its state is back from a visit, or has come from the GPU. `source` are the planes that the weights
     came from, `moving` is the copy of the state to the GPU. `came` is the step in which the GPU last took over updates
-    from the CPU or from visits, or -1. `streamed` is its block, if that may be streamed: then the arena's `weights`
+    from the CPU or from visits, or -1. `block` is its block, if that may be offloaded: then the arena's `weights`
     are current also where the GPU updates. `is_counted`: the optimizer knows how many updates it has had.
     """
 
@@ -273,7 +273,7 @@ class TrainedLayer:
     sent: tuple[int, ...] = ()
     moving: Moving | None = None
     came: int = -1
-    streamed: StreamedBlock | None = None
+    block: OffloadedBlock | None = None
     is_counted: bool = False
 
     @property
@@ -282,8 +282,8 @@ class TrainedLayer:
 
     @property
     def rests_on_host(self) -> bool:
-        """Whether its weights are streamed now."""
-        return self.streamed is not None and self.streamed.life.is_offloaded
+        """Whether its weights are offloaded now."""
+        return self.block is not None and self.block.life.is_offloaded
 
     @property
     def placement(self) -> Placement:
@@ -293,7 +293,7 @@ class TrainedLayer:
     @property
     def planned(self) -> Placement:
         """The same with weights where they are to rest from their next forward on."""
-        return self._with_weights(on_host=self.streamed is not None and self.streamed.life.planned)
+        return self._with_weights(on_host=self.block is not None and self.block.life.planned)
 
     def _with_weights(self, *, on_host: bool) -> Placement:
         placement = self.life.placement
@@ -302,7 +302,7 @@ class TrainedLayer:
     @property
     def keeps_weights(self) -> bool:
         """Whether its current weights are in the arena, too."""
-        return self.life.placement.updates == "cpu" or (self.streamed is not None and self.life.placement.visits)
+        return self.life.placement.updates == "cpu" or (self.block is not None and self.life.placement.visits)
 
     @property
     def values(self) -> list[Tensor]:
@@ -312,7 +312,7 @@ class TrainedLayer:
     @property
     def is_away(self) -> bool:
         """Whether its current weights are in host memory alone."""
-        return self.streamed is not None and self.streamed.life.is_away
+        return self.block is not None and self.block.life.is_away
 
     @property
     def is_arriving(self) -> bool:
@@ -382,12 +382,12 @@ class TrainedLayer:
 class Gate:
     """The layers that a module must wait for before its forward, and the parameters that it may read then.
 
-    `streamed`: its block, if that may be streamed. `is_block`: its module, or all-gather, is that of a repeated block.
+    `block`: its block, if that may be offloaded. `is_block`: its module, or all-gather, is that of a repeated block.
     `entered_before`: the backward before which its module was last called.
     """
 
     def __init__(self, layers: Sequence[TrainedLayer] = ()) -> None:
-        self.streamed: StreamedBlock | None = None
+        self.block: OffloadedBlock | None = None
         self.is_block = False
         self.entered_before = -1
         self.layers: list[TrainedLayer] = []
@@ -401,13 +401,13 @@ class Gate:
 
 
 @dataclass(slots=True, eq=False)
-class StreamedBlock:
+class OffloadedBlock:
     """A block whose weights may rest in host memory. Its layers have no other reader.
 
     A parameter keeps its identity, its shape and its storage object. Only the storage's memory comes and goes, so what
     autograd has saved of a weight is there again when backward needs it.
 
-    `life`: where its weights are; `Streaming` alone changes it. `is_pooled`: its memory is of the pool of fetched
+    `life`: where its weights are; `Offload` alone changes it. `is_pooled`: its memory is of the pool of fetched
     weights, not where the user has allocated it. `arrival`: the copy that brought it; `leaving`: copies out of it;
     `computed`: where computations with it ended, on each stream.
     """

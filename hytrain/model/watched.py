@@ -56,7 +56,7 @@ class BeforeUse(Protocol):
         """A context for the operation that uses it."""
 
     def away(self, parameter: Tensor) -> Tensor | None:
-        """A copy of the value in host memory, if the weights are streamed."""
+        """A copy of the value in host memory, if the weights are offloaded."""
 
 
 class Watched:
@@ -90,7 +90,7 @@ class Watched:
 
     def detach(self) -> Tensor:
         caller = sys._getframe(1).f_code
-        if caller is nn.Module._save_to_state_dict.__code__:  # of streamed weights, it takes no GPU memory
+        if caller is nn.Module._save_to_state_dict.__code__:  # of offloaded weights, it takes no GPU memory
             away = type(self).before_use.away(cast(Tensor, self))
             if away is not None:
                 return away

@@ -18,7 +18,7 @@ from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_fo
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
 from hytrain.planner.moves import first_part
-from hytrain.planner.policies import Decision, decide, drawn_streams, drawn_visits, first_lids
+from hytrain.planner.policies import Decision, decide, drawn_offloads, drawn_visits, first_lids
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Order, Profile
 from hytrain.planner.simulate import Event, Timeline, simulate
 
@@ -43,7 +43,7 @@ __all__ = [
     "deadline_k",
     "decide",
     "drawn",
-    "drawn_streams",
+    "drawn_offloads",
     "drawn_visits",
     "first_lids",
     "first_part",

@@ -28,10 +28,10 @@ from hytrain.planner.simulate import simulate
 from protocol.messages import OBJECTIVES, POLICIES
 
 CLEAR_CHANGE = 0.05  # of the parameters: the least change of a formula's k for which layers move
-#: Of the parameters: those that are tried for visits and for streamed weights.
+#: Of the parameters: those that are tried for visits and for offloaded weights.
 SHARES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 CLIMBS: Final = 3  # around so many of the fastest shares, others are tried
-#: Of visits, and of streamed weights.
+#: Of visits, and of offloaded weights.
 Shares = tuple[float, float]
 NO_RESIDUALS: Final[Mapping[Shares, float]] = MappingProxyType({})
 
@@ -41,7 +41,7 @@ class Decision:
     gpu_lids: frozenset[int]
     k: float  # of `gpu_lids`, which are whole layers
     visit: float  # the share of the parameters whose state visits the GPU, as `Order.visiting` takes it
-    stream: float  # the share whose weights rest in host memory, as `Order.streamed` takes it
+    offload: float  # the share whose weights rest in host memory, as `Order.offloaded` takes it
     reason: str  # one sentence for people
     predicted_step_s: float
     changed: bool  # from `current`
@@ -58,14 +58,14 @@ def decide(
     min_gain: float,
     objective: str = "speed",
     visit: float | None = 0.0,
-    stream: float | None = 0.0,
+    offload: float | None = 0.0,
     residuals: Mapping[Shares, float] = NO_RESIDUALS,
     steps_s: Mapping[Shares, float] = NO_RESIDUALS,
     seed: int = 0,
 ) -> Decision:
     """The layers that the GPU should own, given its current ones. The memory limits always hold.
 
-    `profile.visit` and `profile.stream` are the current shares, `visit` and `stream` the wanted ones. With None,
+    `profile.visit` and `profile.offload` are the current shares, `visit` and `offload` the wanted ones. With None,
     "deadline" chooses one for its objective, and keeps the current one unless another is clearly better; other policies
     take what needs the least GPU memory. `residuals` has how long steps really were with shares that were in effect,
     relative to the simulated ones. Others are assumed to miss as the nearest of these do. None but the
@@ -89,11 +89,11 @@ def decide(
     if policy == "fixed" and fixed_k is None:
         raise ValueError('policy "fixed" needs a k')
     now = profile
-    leanest = 0.0 if visit is None else visit, 1.0 if stream is None else stream
+    leanest = 0.0 if visit is None else visit, 1.0 if offload is None else offload
     profile = _with(profile, leanest)
-    if policy == "deadline" and None in (visit, stream):
-        visits, streams = (SHARES if share is None else (share,) for share in (visit, stream))
-        profile = _best_shares(visits, streams, objective, now, limits, min_gain, residuals, steps_s)
+    if policy == "deadline" and None in (visit, offload):
+        visits, offloads = (SHARES if share is None else (share,) for share in (visit, offload))
+        profile = _best_shares(visits, offloads, objective, now, limits, min_gain, residuals, steps_s)
     limits = limits.beside_visits(profile)
     ladder = build_ladder(profile, limits, profile.layers)
     if policy == "fixed" and fixed_k is not None:
@@ -118,16 +118,16 @@ def decide(
         gpu_lids=target.gpu_lids,
         k=profile.k_of(target.gpu_lids),
         visit=profile.visit,
-        stream=profile.stream,
+        offload=profile.offload,
         reason=_shares(profile) + (target.reason if policy == "deadline" else _without(objective, target.reason)),
         predicted_step_s=simulate(profile, target.gpu_lids).step_s,
-        changed=target.gpu_lids != current or (profile.visit, profile.stream) != (now.visit, now.stream),
+        changed=target.gpu_lids != current or (profile.visit, profile.offload) != (now.visit, now.offload),
     )
 
 
 def _best_shares(
     visits: Sequence[float],
-    streams: Sequence[float],
+    offloads: Sequence[float],
     objective: str,
     profile: Profile,
     limits: Limits,
@@ -135,17 +135,17 @@ def _best_shares(
     residuals: Mapping[Shares, float],
     steps_s: Mapping[Shares, float],
 ) -> Profile:
-    """The best of these shares of visits and of streamed weights for the objective, each with its best layers.
+    """The best of these shares of visits and of offloaded weights for the objective, each with its best layers.
 
     For speed those with the least GPU memory among those within 1 % of the fastest; for memory the fastest of those
     that need the least. Every other share is tried, then what is next to the fastest, until that brings no other: to
     choose one share after the other would miss what only both together bring. Other shares cost steps in which layers
     change owners, so a clear gain or saving is needed.
     """
-    now = (profile.visit if len(visits) > 1 else visits[0], profile.stream if len(streams) > 1 else streams[0])
+    now = (profile.visit if len(visits) > 1 else visits[0], profile.offload if len(offloads) > 1 else offloads[0])
     tried = dict[Shares, tuple[float, int] | None]()
-    every = {(visit, stream) for visit in visits for stream in streams}
-    more = {now, *((visit, stream) for visit in visits[::2] for stream in streams[::2])}
+    every = {(visit, offload) for visit in visits for offload in offloads}
+    more = {now, *((visit, offload) for visit in visits[::2] for offload in offloads[::2])}
     while more:
         for pair in more:
             found = _tried(profile, pair, objective, limits, _miss(pair, now, residuals))
@@ -154,17 +154,17 @@ def _best_shares(
         if not known and (more := every - tried.keys()):
             continue
         if not known:
-            return _with(profile, (visits[0], streams[-1]))  # the least GPU memory, where it says what does not fit
+            return _with(profile, (visits[0], offloads[-1]))  # the least GPU memory, where it says what does not fit
         by_speed = sorted(known, key=lambda pair: known[pair][0])
         enough_s = known[by_speed[0]][0] * (1 + SAME_SPEED) if objective == "speed" else inf
         good = [pair for pair in by_speed if known[pair][0] <= enough_s]
         best = min(good, key=lambda pair: (known[pair][1], pair if objective == "speed" else known[pair][0]))
         others = {known[pair]: pair for pair in reversed(by_speed)}  # one of those that come to the same
         around = {
-            (visit, stream)
+            (visit, offload)
             for pair in (best, *list(reversed(others.values()))[:CLIMBS])
             for visit in _beside(pair[0], visits)
-            for stream in _beside(pair[1], streams)
+            for offload in _beside(pair[1], offloads)
         }
         more = around - tried.keys()
     if now in known:
@@ -212,14 +212,14 @@ def _beside(share: float, shares: Sequence[float]) -> Sequence[float]:
 
 
 def _with(profile: Profile, shares: Shares) -> Profile:
-    return replace(profile, visit=shares[0], stream=shares[1])
+    return replace(profile, visit=shares[0], offload=shares[1])
 
 
 def _shares(profile: Profile) -> str:
-    streamed = f"{profile.stream:.0%} have their weights in host memory; " if profile.stream else ""
+    offloaded = f"{profile.offload:.0%} have their weights in host memory; " if profile.offload else ""
     must = f"the CPU cannot update {profile.must_visit:.0%}, which visit the GPU or stay there; "
     visiting = f"{profile.visit:.0%} visit the GPU; " if profile.visit else ""
-    return streamed + (must if profile.must_visit else "") + visiting
+    return offloaded + (must if profile.must_visit else "") + visiting
 
 
 def first_lids(
@@ -228,7 +228,7 @@ def first_lids(
     k: float | None,
     *,
     visit: float = 0.0,
-    stream: float = 0.0,
+    offload: float = 0.0,
     window_bytes: int = 0,
     for_visits_bytes: int = 0,
 ) -> frozenset[int]:
@@ -243,7 +243,7 @@ def first_lids(
     profile = Profile(
         layers=tuple(layers),
         visit=visit,
-        stream=stream,
+        offload=offload,
         window_bytes=window_bytes,
         for_visits_bytes=for_visits_bytes,
     )
@@ -257,8 +257,8 @@ def drawn_visits(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], seed: i
     return frozenset(layer.lid for layer in others if layer.must_visit or mixed(seed, layer.lid, -2) & 1)
 
 
-def drawn_streams(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], seed: int) -> frozenset[int]:
-    """About half of the blocks that can be streamed, drawn from the seed; not those of which the GPU owns a layer."""
+def drawn_offloads(layers: Iterable[LayerFacts], gpu_lids: frozenset[int], seed: int) -> frozenset[int]:
+    """About half of the blocks that can be offloaded, drawn from the seed; not those of which the GPU owns a layer."""
     owned = {layer.block for layer in layers if layer.lid in gpu_lids}
     found = (layer for layer in layers if layer.weights_bytes and layer.block not in owned)
     return frozenset(layer.lid for layer in found if mixed(seed, layer.block, -3) & 1)

@@ -27,8 +27,8 @@ class LayerFacts:
     grads_bytes: int = 0  # of `host_bytes`: gradients, which take none if the layer visits the GPU
     held_bytes: int = 0  # of `gpu_state_bytes`: gradients that await a verdict, which do not move with the layer
     spare_bytes: int = 0  # of `host_bytes`: the second bank of planes, which does not move either
-    weights_bytes: int = 0  # on the GPU, unless they are streamed; 0 if they cannot be, and are always there
-    block: int = -1  # which streamed layers have in common that are streamed together
+    weights_bytes: int = 0  # on the GPU, unless they are offloaded; 0 if they cannot be, and are always there
+    block: int = -1  # which offloaded layers have in common that are offloaded together
     must_visit: bool = False  # if its state is in host memory, as the CPU cannot update it
 
     def state_s(self, copy_s: float) -> float:
@@ -76,8 +76,8 @@ class Profile:
     many of them its updates take `cpu_paces` times as long.
 
     The share `visit` of the parameters visits the GPU, or more if more must, in the layers that `Order.visiting` says.
-    Before that, gradients and streamed weights wait there, `hold_bytes` of them at most, or all (None). Visits take
-    `for_visits_bytes` of its memory, besides what steps were seen to take. The weights of the share `stream` rest in
+    Before that, gradients and offloaded weights wait there, `hold_bytes` of them at most, or all (None). Visits take
+    `for_visits_bytes` of its memory, besides what steps were seen to take. The weights of the share `offload` rest in
     host memory, in the layers of `Order.offloaded`. They come through `window_bytes` of GPU memory. Forward copies
     `activation_bytes` to host memory, and backward brings them back.
 
@@ -97,7 +97,7 @@ class Profile:
     work_loss: float = WORK_LOSS
     cpu_paces: tuple[float, ...] = ()
     visit: float = 0.0
-    stream: float = 0.0
+    offload: float = 0.0
     window_bytes: int = 0
     for_visits_bytes: int = 0
     hold_bytes: int | None = None
@@ -171,24 +171,24 @@ class Profile:
         return sum(layer.numel for layer in self.layers if layer.lid in gpu_lids) / max(1, self.numel)
 
     def gpu_state_bytes(self, gpu_lids: frozenset[int]) -> int:
-        """GPU memory for the optimizer state of the layers that the GPU owns, and for weights that can be streamed."""
+        """GPU memory for the optimizer state of the layers that the GPU owns, and for weights that can be offloaded."""
         owned = [layer for layer in self.layers if layer.lid in gpu_lids]
         blocks = {layer.block for layer in owned if layer.weights_bytes}
         weights_bytes = sum(layer.weights_bytes for layer in self.layers if layer.block in blocks)
         return sum(layer.gpu_state_bytes for layer in owned) + self.weights_on_gpu_bytes(weights_bytes)
 
     def weights_on_gpu_bytes(self, owned_bytes: int) -> int:
-        """What weights that can be streamed take on the GPU, if it owns layers of blocks with so many bytes of them.
+        """What weights that can be offloaded take on the GPU, if it owns layers of blocks with so many bytes of them.
 
-        As much rests in host memory as is wanted and can be. What the GPU owns is never streamed.
+        As much rests in host memory as is wanted and can be. What the GPU owns is never offloaded.
         """
-        of_blocks = _of(self.stream, self.layers, [layer for layer in self.layers if layer.weights_bytes])
+        of_blocks = _of(self.offload, self.layers, [layer for layer in self.layers if layer.weights_bytes])
         stay_bytes = ceil((1.0 - of_blocks) * sum(layer.weights_bytes for layer in self.layers))
         return max(stay_bytes, owned_bytes) + self.in_window_bytes
 
     @property
     def in_window_bytes(self) -> int:
-        return self.window_bytes if self.stream else 0
+        return self.window_bytes if self.offload else 0
 
     @property
     def held_for_visits_bytes(self) -> int:
@@ -207,7 +207,7 @@ class Profile:
 
     def places(self, gpu_lids: frozenset[int]) -> Places:
         """The placement of each layer, if the GPU owns these."""
-        return self.order.places(gpu_lids, self.visit, self.stream)
+        return self.order.places(gpu_lids, self.visit, self.offload)
 
     def crowding(self, places: Places) -> Crowding:
         """What updates on the CPU, visits and other copies cost each other, with these placements."""
@@ -234,7 +234,7 @@ class Profile:
 
 
 class Order:
-    """Layers in the order in which more and more of them visit the GPU, or are streamed, block by block.
+    """Layers in the order in which more and more of them visit the GPU, or are offloaded, block by block.
 
     The order spreads them evenly, and a larger share adds layers to those of a smaller one: so few layers move if the
     share changes. It is that of their indices with the bits reversed (van der Corput).
@@ -296,7 +296,7 @@ class Order:
 
 
 class _Group(NamedTuple):
-    """Layers that visit or are streamed together."""
+    """Layers that visit or are offloaded together."""
 
     lids: frozenset[int]
     numel: int
@@ -323,7 +323,7 @@ def _of(share: float, layers: Iterable[LayerFacts], some: Iterable[LayerFacts]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Memory for optimizer state, and on the GPU for weights that can be streamed; None means no limit."""
+    """Memory for optimizer state, and on the GPU for weights that can be offloaded; None means no limit."""
 
     gpu_state_bytes: int | None = None
     host_bytes: int | None = None

@@ -15,10 +15,10 @@ tile. All tiles of a layer take the same time. A layer is copied in one piece.
 
 Visits take the link in both directions, first in, first out, once a layer's gradients are complete, or after backward
 (protocol/visiting.py). Gradients and weights pass them in small pieces, and make each take longer; so does the CPU,
-whose updates take longer, too (contention.py). Streamed weights that a visit updates stay on the GPU until then, and
+whose updates take longer, too (contention.py). Offloaded weights that a visit updates stay on the GPU until then, and
 those that are put off until forward.
 
-Streamed weights come through a window of so many layers: in backward, those that forward has not left there; in
+Offloaded weights come through a window of so many layers: in backward, those that forward has not left there; in
 forward, those that were updated in host memory, and those that do not stay in the window from backward on. Each is
 fetched after the one before it, once there is room. In backward, a block's activations come with its weights, if they
 rest in host memory, too.
@@ -53,8 +53,8 @@ class Timeline:
 
     It is an unclipped step if the CPU is ahead of the verdict, and one in which the CPU has its usual pace; `step_s`
     is the mean of all steps. `stalls_s` has the layers whose forward waited for updates. `fetch_s` is backward's wait
-    for copies of streamed weights, and for visits, if waiting gradients take all the memory that they may. `events` are
-    grouped by server, each in order of time; a preempted CPU update has several.
+    for copies of offloaded weights, and for visits, if waiting gradients take all the memory that they may. `events`
+    are grouped by server, each in order of time; a preempted CPU update has several.
     """
 
     step_s: float
@@ -175,7 +175,7 @@ def _play(
 
 
 class _Window:
-    """The GPU memory through which weights are streamed, and the link that brings them, in forward or in backward."""
+    """The GPU memory through which weights are offloaded, and the link that brings them, in forward or in backward."""
 
     def __init__(self, profile: Profile, events: list[Event], *, visits: bool) -> None:
         self.block_bytes = defaultdict[int, int](int)
@@ -250,8 +250,8 @@ def _backward(
         now += backward_s
         left_s = now
         if layer.lid in places.visiting:
-            streams_bytes = window.block_bytes[layer.block] if layer.lid in places.offloaded else 0
-            if profile.awaits_verdict or (layer.lid in later and visits.puts_off(layer, streams_bytes)):
+            weights_bytes = window.block_bytes[layer.block] if layer.lid in places.offloaded else 0
+            if profile.awaits_verdict or (layer.lid in later and visits.puts_off(layer, weights_bytes)):
                 held.append(layer)
             else:
                 left_s = visits.add(layer, now)
@@ -318,14 +318,14 @@ class _Visits:
         self._waiting_bytes += layer.grads_bytes
         return self._free_s
 
-    def puts_off(self, layer: LayerProfile, streams_bytes: int) -> bool:
-        """Whether the layer's gradients may wait until backward is over, and so may its block if that is streamed."""
-        stays_bytes = 0 if layer.block in self.staying else streams_bytes
+    def puts_off(self, layer: LayerProfile, weights_bytes: int) -> bool:
+        """Whether the layer's gradients may wait until backward is over, and so may its block if that is offloaded."""
+        stays_bytes = 0 if layer.block in self.staying else weights_bytes
         nbytes = self._put_off_bytes + layer.grads_bytes + stays_bytes
         if self._hold_bytes is not None and nbytes > most_put_off_bytes(self._hold_bytes):
             return False
         self._put_off_bytes = nbytes
-        if streams_bytes:
+        if weights_bytes:
             self.staying.add(layer.block)
         return True
 

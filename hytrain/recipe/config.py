@@ -74,9 +74,9 @@ Share = Annotated[
 VisitingShare = Annotated[
     float | Literal["auto"], _number_or("auto", "visit, the share of the parameters whose state visits the GPU,", 0, 1)
 ]
-StreamedShare = Annotated[
+OffloadedShare = Annotated[
     float | Literal["auto"],
-    _number_or("auto", "stream, the share of the parameters whose weights rest in host memory,", 0, 1),
+    _number_or("auto", "offload_weights, the share of the parameters whose weights rest in host memory,", 0, 1),
 ]
 
 
@@ -283,7 +283,7 @@ class Optimizer(Section):
 
     k: Share = "auto"
     visit: VisitingShare = 0.0  # the share whose state visits the GPU: a number with one for k, or auto with k: auto
-    stream: StreamedShare = 0.0  # the share whose weights rest in host memory, in whole blocks
+    offload_weights: OffloadedShare = 0.0  # the share whose weights rest in host memory, in whole blocks
     offload_activations: bool = False  # what forward saves for backward goes to host memory: long sequences need less
     policy: Literal["deadline", "balance", "cotrain", "random", "fixed"] = "deadline"  # for k: auto
     objective: Literal["speed", "gpu-memory", "host-memory"] = "speed"  # of policy deadline

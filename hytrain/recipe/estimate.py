@@ -8,7 +8,7 @@ Bytes per parameter           owned by the CPU                          owned by
     bf16 model    host 14 = 2 grads + 2 weights + 2 remainder + 8    GPU 2 weights + 10
     fp16 model    host 16 = 2 grads + 2 weights + 4 remainder + 8    GPU 2 weights + 12
     fp32 model    host 16 = 4 grads + 4 weights + 8                  GPU 4 weights + 8
-With either placement the weights are also on the GPU, once, unless they are streamed. State that visits the GPU needs
+With either placement the weights are also on the GPU, once, unless they are offloaded. State that visits the GPU needs
 no grads in host memory, but a ring of slots on the GPU. Updates that may have to be undone need a second bank of the
 planes that they write: 12 more bytes in host memory. If there is no room for it, updates wait for the norm.
 """
@@ -32,7 +32,7 @@ from hytrain.readable import gib, table
 from hytrain.recipe import adapters, config, fused, tokenizer
 from hytrain.recipe import model as models
 from hytrain.recipe.config import Recipe
-from hytrain.step.streaming import SLOTS
+from hytrain.step.offload import SLOTS
 from protocol.handles import DTYPE_BYTES, EXACT, Precision
 
 
@@ -51,7 +51,7 @@ class Plane:
 class Need:
     """Bytes at one k: planes of the optimizer alone, planes shared with the trainer, memory of the trainer's device.
 
-    `visits`: the state of all that the GPU does not own visits it. `streamed`: the weights of all blocks rest in host
+    `visits`: the state of all that the GPU does not own visits it. `offloaded`: the weights of all blocks rest in host
     memory.
     """
 
@@ -60,7 +60,7 @@ class Need:
     shared: int
     trainer: int
     visits: bool = False
-    streamed: bool = False
+    offloaded: bool = False
 
     @property
     def host(self) -> int:
@@ -68,7 +68,7 @@ class Need:
 
     @property
     def name(self) -> str:
-        return f"{self.k:g}" + ", visit=1" * self.visits + ", stream=1" * self.streamed
+        return f"{self.k:g}" + ", visit=1" * self.visits + ", offload_weights=1" * self.offloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class Estimate:
         mesh = " x ".join(f"{name} {size}" for name, size in self.ranks.items() if size > 1)
         needs = [
             (n.name, *map(gib, (n.optimizer, n.shared, n.host, n.trainer)), self.fits(n))
-            for n in sorted(self.needs, key=lambda n: (n.k, n.streamed, n.visits))
+            for n in sorted(self.needs, key=lambda n: (n.k, n.offloaded, n.visits))
         ]
         free, floor = ", the trainer's part included", ""
         if self.device == "GPU":
@@ -188,7 +188,7 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
         largest = max((p.numel() for p in parameters if p.requires_grad), default=0)
         needs += [visiting(planes, one, largest) for one in needs if not one.k]
         if len(blocks) > SLOTS:
-            needs += [streamed(planes, one, blocks) for one in needs if not one.k]
+            needs += [offloaded(planes, one, blocks) for one in needs if not one.k]
     return Estimate(
         device="GPU" if wants_gpu else "CPU",
         trainable=trainable,
@@ -258,11 +258,11 @@ def visiting(planes: tuple[Plane, ...], resident: Need, largest: int) -> Need:
     return replace(resident, shared=resident.shared - by_cpu * grads, trainer=resident.trainer + ring, visits=True)
 
 
-def streamed(planes: tuple[Plane, ...], resident: Need, blocks: Sequence[int]) -> Need:
+def offloaded(planes: tuple[Plane, ...], resident: Need, blocks: Sequence[int]) -> Need:
     """The same with the weights of `blocks`, of so many trainable parameters each, in host memory."""
     weight = next(p.trainer_if_cpu for p in planes if p.name == "weights")
     away = weight * (sum(blocks) - SLOTS * max(blocks))
-    return replace(resident, trainer=resident.trainer - away, streamed=True)
+    return replace(resident, trainer=resident.trainer - away, offloaded=True)
 
 
 def _vocab_size(recipe: Recipe) -> int | None:

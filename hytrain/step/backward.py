@@ -36,8 +36,8 @@ from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
+from hytrain.step.offload import Offload
 from hytrain.step.reads import REENTRANT, Reads, in_backward, inside_reentrant_checkpoint
-from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Judgement, NormSoFar, Verdicts
 from hytrain.tensors import count_write, version
 from protocol.handles import STATE_PLANES
@@ -99,14 +99,14 @@ class Backward:
         handover: Handover,
         boundary: Boundary,
         visits: Visits,
-        streaming: Streaming,
+        offload: Offload,
     ) -> None:
         self._layers, self._parameters, self._visits = layers, parameters, visits
         self._link, self._transfers, self._host = link, transfers, host
         self._read_groups, self._overlap, self._is_stage = read_groups, overlap, is_stage
         self._health, self._meter, self._reads, self._masters = health, meter, reads, masters
         self._verdicts, self._accumulation = verdicts, accumulation
-        self._handover, self._boundary, self._streaming = handover, boundary, streaming
+        self._handover, self._boundary, self._offload = handover, boundary, offload
         self._groups: Groups = ()
         # The GPU's updates until backward is over: the layer, the stream that has made its gradients, and these.
         self._held: list[tuple[TrainedLayer, Stream, Collection[Tensor], Callable[[], None]]] = []
@@ -154,7 +154,7 @@ class Backward:
             self._reads.meet_uncovered(parameter)
         if life.state is State.SUMMING:
             self._accumulation.add(parameter)
-            self._streaming.had_gradient(parameter)
+            self._offload.had_gradient(parameter)
             return
         if not parameter.is_in_place:
             health.refuse(f"the storage of {parameter.name} was replaced in the middle of a backward")
@@ -168,7 +168,7 @@ class Backward:
             self._meter.backward(layer.lid)
             if self._overlap:
                 self._send(layer, stream)
-        self._streaming.had_gradient(parameter)
+        self._offload.had_gradient(parameter)
 
     def _copy_kept(self, parameter: TrainedParameter) -> Tensor | None:
         """A copy of the gradient if the loop keeps the tensor that has it. It is consumed long before `step()`."""
@@ -200,21 +200,21 @@ class Backward:
             else:
                 update()
             return
-        self._streaming.begin_update(layer)
+        self._offload.begin_update(layer)
         norm = self._verdicts.norm_so_far(layer) if awaited else None
         leaving = self._transfers.gradients_out(copies if norm is None else [*copies, norm.copy])
         self._meter.span("d2h_s", layer.lid, step, leaving.span)
         self._link.post("optimizer", Departure(layer, step, counts, norm), after=leaving)
 
     def _puts_off(self, layer: TrainedLayer, gradients: Collection[Tensor]) -> bool:
-        """Whether the layer's visit can wait until backward is over, and so can its gradients and streamed weights."""
+        """Whether the layer's visit can wait until backward is over, and so can its gradients and offloaded weights."""
         if layer.lid not in self._put_off or not layer.life.placement.visits:
             return False
-        block = layer.streamed if layer.rests_on_host else None
-        weights_bytes = 0 if block is None or self._streaming.is_put_off(block) else block.nbytes
+        block = layer.block if layer.rests_on_host else None
+        weights_bytes = 0 if block is None or self._offload.is_put_off(block) else block.nbytes
         puts_off = self._visits.puts_off(sum(gradient.nbytes for gradient in gradients), weights_bytes)
         if block is not None and puts_off:
-            self._streaming.put_off(block)
+            self._offload.put_off(block)
         return puts_off
 
     def _update_on_device(
@@ -233,7 +233,7 @@ class Backward:
         verdict = None if on_host else self._verdicts.scale
         numbers = {i: scalars(self._groups[layer.segments[i].spec.group], counts[i], scale) for i in gradients}
         if layer.life.placement.visits:
-            self._streaming.before_update(layer)
+            self._offload.before_update(layer)
             segments, state = layer.segments, [layer.state(plane) for plane in STATE_PLANES]
             homes = layer.arena.weights if layer.keeps_weights else [None] * len(segments)
             visits = [
@@ -339,7 +339,7 @@ class Backward:
             if life.state is State.COMMITTING:
                 self._complete(keep=by_step)
         self._kept = [(parameter, gradient, version(gradient)) for parameter, gradient, _ in self._kept]
-        self._streaming.end_backward()
+        self._offload.end_backward()
         life.on(Event.END)  # last, so that an exception above counts as one in backward
 
     def begin_by_hand(self) -> None:
@@ -490,8 +490,8 @@ class Backward:
         layer = self._layers[done.lid]
         layer.life.on(LayerEvent.WEIGHTS_READY, done.step)
         layer.arena.banks = done.banks
-        copies, is_streamed = layer.incoming(), layer.rests_on_host
-        if is_streamed:
+        copies, is_offloaded = layer.incoming(), layer.rests_on_host
+        if is_offloaded:
             count_write([weights for weights, _ in copies])  # they stay where they are until they are needed
             copies = []
         landing = self._transfers.weights_in(copies)
@@ -501,7 +501,7 @@ class Backward:
             if layer.moving is not None:
                 self._handover.state_in(layer)
             self._health.changed.notify_all()
-        if not is_streamed:
+        if not is_offloaded:
             self._meter.span("h2d_s", layer.lid, done.step, landing.span)
 
     def close(self) -> None:

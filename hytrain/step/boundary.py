@@ -91,7 +91,7 @@ class Boundary:
             k=places.gpu_fraction(self._numels),
             gpu_layers=tuple(sorted(places.gpu)),
             visiting_layers=tuple(sorted(places.visiting)),
-            streamed_layers=tuple(sorted(places.offloaded)),
+            offloaded_layers=tuple(sorted(places.offloaded)),
             moved=self.statistics.moved,
             moving=self._handover.has_worked(),
         )

@@ -25,7 +25,7 @@ from hytrain.memory.capacity import Room
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.memory.visits import Visits
-from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
+from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.run.link import Draft, Link
 from hytrain.run.ownership import PlanBook
@@ -41,9 +41,9 @@ from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
+from hytrain.step.offload import Offload
 from hytrain.step.reads import Reads, in_backward
 from hytrain.step.scaling import LossScale
-from hytrain.step.streaming import Streaming
 from hytrain.step.verdict import Verdicts
 from protocol.messages import (
     CoTrained,
@@ -88,7 +88,7 @@ class Engine:
         counted: Set[int],
         trace: TraceWriter,
         activations: Activations | None = None,
-        blocks: Sequence[StreamedBlock] = (),
+        blocks: Sequence[OffloadedBlock] = (),
         is_stage: bool = False,
         updater: str = "the optimizer process",
         hang_timeout_s: float = math.inf,
@@ -108,7 +108,7 @@ class Engine:
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()))
         # What awaits a verdict is planned for layer by layer, and without overlap nothing waits for visits.
         waits = options.overlap and not options.awaits_verdict
-        self._streaming = Streaming(blocks, transfers, hold_bytes=hold_bytes if waits else 0)
+        self._offload = Offload(blocks, transfers, hold_bytes=hold_bytes if waits else 0)
         segments = [segment for layer in layers for segment in layer.spec.segments]
         self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)
         self.reads = Reads(
@@ -117,15 +117,15 @@ class Engine:
             transfers=transfers,
             health=self._health,
             meter=self._meter,
-            streaming=self._streaming,
+            offload=self._offload,
             visits=self._visits,
             activations=activations,
             overlap=options.overlap,
         )
         self._masters = Masters(
-            parameters, transfers=transfers, health=self._health, reads=self.reads, streaming=self._streaming
+            parameters, transfers=transfers, health=self._health, reads=self.reads, offload=self._offload
         )
-        self._streaming.heed(self._masters.import_written, self._masters.sample_freed)
+        self._offload.heed(self._masters.import_written, self._masters.sample_freed)
         self._handover = Handover(
             layers,
             link=link,
@@ -133,7 +133,7 @@ class Engine:
             health=self._health,
             reads=self.reads,
             visits=self._visits,
-            streaming=self._streaming,
+            offload=self._offload,
         )
         self._boundary = Boundary(
             layers,
@@ -167,13 +167,13 @@ class Engine:
             handover=self._handover,
             boundary=self._boundary,
             visits=self._visits,
-            streaming=self._streaming,
+            offload=self._offload,
         )
 
     def start(self, plan: Plan) -> None:
         try:
             self._boundary.start(plan)
-            self._streaming.start()
+            self._offload.start()
         except ClusterError as error:
             health = self._health
             with health.changed:  # the optimizer's own error, if it sends one, says more than a closed socket
@@ -222,11 +222,11 @@ class Engine:
             ended = life.step
             life.on(Event.STEP)
             self._accumulation.drop()
-            self._streaming.end_step()
+            self._offload.end_step()
             if self._verdicts.loss_scale is not None:
                 self._verdicts.loss_scale.end_step()
         self._boundary.report(ended, self.steps)
-        self._visits.lent_bytes = self._streaming.for_visits_bytes  # from the next step on
+        self._visits.lent_bytes = self._offload.for_visits_bytes  # from the next step on
         if (positions := self.reads.learned_order()) is not None:
             self.backward.positions = positions
             for role in ("optimizer", "coordinator"):
@@ -395,7 +395,7 @@ class Engine:
     def restore_weights(self) -> None:
         """Bring all weights to the GPU: this engine is about to be replaced."""
         self.synchronize()
-        self._streaming.restore()
+        self._offload.restore()
 
     def import_written(self) -> None:
         """Make parameters that were written from outside the masters. Raises `UsageError` if one cannot be."""
@@ -414,16 +414,16 @@ class Engine:
         """Called in a forked child. Returns whether its model is complete: no update was under way at the fork."""
         whole = self._health.life.state not in IN_BACKWARD and all(layer.life.is_current for layer in self._layers)
         sentence = "this process was forked from the one that trains, and the optimizer is its parent's"
-        if not self._streaming.is_whole:
+        if not self._offload.is_whole:
             whole = False
-            sentence += "; so are streamed weights: give the child model.state_dict()"
+            sentence += "; so are offloaded weights: give the child model.state_dict()"
         elif not whole:
             sentence = (
                 "this process was forked while updates were under way, which only its parent gets: opt.synchronize() "
                 "before forking, if the child is to use the model"
             )
         error = UsageError(sentence)
-        self._streaming.end_in_child(error)
+        self._offload.end_in_child(error)
         self._health.end_in_child(error)
         return whole
 
@@ -464,7 +464,7 @@ class Engine:
             for layer in self._layers:
                 if isinstance(layer.planes, ArenaPlanes):
                     layer.planes.free_state()  # some weights may need its memory
-            self._streaming.restore()
+            self._offload.restore()
         for layer in self._layers:
             layer.close()
         self._visits.close()

@@ -30,8 +30,8 @@ from hytrain.memory.visits import Visits
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import CLOSE_TIMEOUT_S, THREAD_PREFIX, Link
 from hytrain.step.health import Health
+from hytrain.step.offload import Offload
 from hytrain.step.reads import Reads
-from hytrain.step.streaming import Streaming
 from protocol.handles import STATE_PLANES
 from protocol.messages import AllocatePlanes, GiveUp, Plan, PlanesRefused, ReleasePlanes, TakeOver
 from protocol.placement import Placement
@@ -85,10 +85,10 @@ class Handover:
         health: Health,
         reads: Reads,
         visits: Visits,
-        streaming: Streaming,
+        offload: Offload,
     ) -> None:
         self._layers, self._link, self._transfers = layers, link, transfers
-        self._health, self._reads, self._visits, self._streaming = health, reads, visits, streaming
+        self._health, self._reads, self._visits, self._offload = health, reads, visits, offload
         self._move: _Move | None = None
         self._departing: list[tuple[ArenaPlanes, Transfer]] = []
         self._thread: threading.Thread | None = None
@@ -99,7 +99,7 @@ class Handover:
 
     def start(self, plan: Plan) -> None:
         """Give layers their first placement: state is zero, the parameters are the masters. Raises `ClusterError`."""
-        self._streaming.plan(plan.places.offloaded)
+        self._offload.plan(plan.places.offloaded)
         hosted = [layer for layer in self._layers if plan.places[layer.lid].state == "host"]
         for layer in self._layers:
             if layer not in hosted:
@@ -249,7 +249,7 @@ class Handover:
         arena = move.arenas.pop(layer.lid, None) or layer.arena
         if for_cpu:
             self._reads.wait_for(layer)
-        needs_weights = not layer.keeps_weights and (for_cpu or layer.streamed is not None)
+        needs_weights = not layer.keeps_weights and (for_cpu or layer.block is not None)
         copies = _weights_copies(layer, arena) if needs_weights else []
         if before is not arena:
             copies += _state_copies(arena, before)
@@ -258,8 +258,8 @@ class Handover:
             departure = layer.returned
         layer.planes = arena
         self._place(layer, move.plan, step, after=departure)
-        if layer.streamed is not None:
-            layer.streamed.is_left_by(replace(departure, keep=()))
+        if layer.block is not None:
+            layer.block.is_left_by(replace(departure, keep=()))
         if for_cpu:  # the sender of TakeOver keeps the sources of the copy alive
             departure = replace(departure, keep=())
             move.unpinned.append(arena)
@@ -278,18 +278,18 @@ class Handover:
             return None
         for layer in move.coming:
             self._reads.wait_for(layer)  # its weights may not have been needed in this step's forward
-            if layer.streamed is not None and layer.rests_on_host:
-                for other in layer.streamed.layers:
+            if layer.block is not None and layer.rests_on_host:
+                for other in layer.block.layers:
                     self._reads.wait_for(other)
                 try:
-                    self._streaming.settle(layer.streamed)
+                    self._offload.settle(layer.block)
                 except torch.OutOfMemoryError:
                     self._turns_back(layer, move)
                     continue
             moving, layer.moving = layer.moving, None
             assert moving is not None and moving.arrival is not None, "started with the last update, or before"
             arena, layer.planes = layer.arena, moving.device
-            fetched = None if layer.streamed is None else layer.streamed.arrival
+            fetched = None if layer.block is None else layer.block.arrival
             move.closing.append((arena, [copy for copy in (moving.arrival, fetched) if copy is not None]))
             self._place(layer, move.plan, step, after=moving.arrival)
         move.coming = [layer for layer in move.coming if layer.life.placement.state == "gpu"]
@@ -302,9 +302,9 @@ class Handover:
             for layer in self._layers
             if layer.life.placement.state == "host"
             and move.plan.places[layer.lid].state == "gpu"
-            and (layer.streamed is not None and layer.streamed.life.planned)
+            and (layer.block is not None and layer.block.life.planned)
         }
-        self._streaming.plan(stays | move.plan.places.offloaded)
+        self._offload.plan(stays | move.plan.places.offloaded)
         with self._lock:
             self._move = None
             self._departing = [(arena, replace(departure, keep=())) for arena, departure in move.copies]
@@ -439,7 +439,7 @@ def _first_copies(layer: TrainedLayer, arena: ArenaPlanes, now: Placement) -> li
 
     Those on the meta device get theirs later, from a blueprint.
     """
-    needs_weights = now.updates == "cpu" or layer.streamed is not None
+    needs_weights = now.updates == "cpu" or layer.block is not None
     first = [segment.weights if segment.first is None else segment.first for segment in layer.segments]
     pairs = zip(arena.weights, first, strict=True) if needs_weights else ()
     copies = [(into, weights) for into, weights in pairs if not weights.is_meta]

@@ -18,11 +18,11 @@ from hytrain.errors import UsageError
 from hytrain.kernels.split import clear_remainder, fit_remainder
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Copy, Transfer, Transfers
-from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter, moved, written
+from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter, moved, written
 from hytrain.model.watched import unwatched
 from hytrain.step.health import Health
+from hytrain.step.offload import Offload
 from hytrain.step.reads import Reads
-from hytrain.step.streaming import Streaming
 from hytrain.tensors import address, flat, laid_out, local
 
 SAMPLED: Final = 8
@@ -33,7 +33,7 @@ SAMPLED_ELEMENTS: Final = 64
 class _Sample:
     """Elements of a parameter as an update left them, and as they were found when the next one was to begin.
 
-    Those of streamed weights are found when their memory is freed, and then nowhere else.
+    Those of offloaded weights are found when their memory is freed, and then nowhere else.
     """
 
     known: TrainedParameter
@@ -56,10 +56,10 @@ class Masters:
         transfers: Transfers,
         health: Health,
         reads: Reads,
-        streaming: Streaming,
+        offload: Offload,
     ) -> None:
         self._parameters, self._transfers = parameters, transfers
-        self._health, self._reads, self._streaming = health, reads, streaming
+        self._health, self._reads, self._offload = health, reads, offload
         self.state_was_loaded = False
         self._next = 0
         self._samples: list[_Sample] = []
@@ -115,13 +115,13 @@ class Masters:
             if not has_landed or not isinstance(source, ArenaPlanes) or not _is_here(layer):
                 continue
             copied = self._look_at(known, layer.segments[index].weights, source.weights[index], is_freed=False)
-            if layer.streamed is not None:
-                layer.streamed.is_left_by(copied)
+            if layer.block is not None:
+                layer.block.is_left_by(copied)
         if self._samples and self._samples[0].copied.done is None:
             self._compare()
         self._freed, self._freed_before = 0, self._freed
 
-    def sample_freed(self, block: StreamedBlock) -> None:
+    def sample_freed(self, block: OffloadedBlock) -> None:
         """The block's memory is about to be freed: look at a parameter of it, in about `SAMPLED` cases a step."""
         self._freed += 1
         if self._chance.random() * self._freed_before > SAMPLED:
@@ -150,7 +150,7 @@ class Masters:
             if sample.is_freed:
                 raise UsageError(
                     f"{sample.known.name} was written where HyTrain cannot see it (through a NumPy array, or .data in "
-                    "forward), and streamed weights lose such a write: write outside of forward, or leave stream out"
+                    "forward), and offloaded weights lose such a write: write outside of forward, or keep them there"
                 )
             if sample.known.count:
                 raise UsageError(
@@ -181,10 +181,10 @@ class Masters:
                     )
             for known in moved:
                 for layer, _ in known.places:
-                    if layer.streamed is not None:
-                        self._streaming.replace(layer.streamed, [known.own])
+                    if layer.block is not None:
+                        self._offload.replace(layer.block, [known.own])
                 known.follow()
-            self._streaming.note_storages()
+            self._offload.note_storages()
 
     def _import(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
         """Make the values of `parameters` the masters: exactly, or with the remainders that belong to them."""
@@ -220,5 +220,5 @@ class Masters:
 
 def _is_here(layer: TrainedLayer) -> bool:
     """Whether the layer's current weights are on the device, and not still on their way there."""
-    block = layer.streamed
+    block = layer.block
     return not layer.is_away and (block is None or block.arrival is None or block.arrival.has_ended)

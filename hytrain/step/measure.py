@@ -71,7 +71,7 @@ class StepMarks:
 
     A module in `forward` may wait for FSDP2's all-gather, which has `waited` for updates, before the module's marks.
     `spans` are copies and device updates: kind, layers, the step that they belong to, marks. `gathers` are FSDP2's
-    all-gathers. `fetched` are backward's waits for streamed weights. `turns` are the starts of the backwards, if the
+    all-gathers. `fetched` are backward's waits for offloaded weights. `turns` are the starts of the backwards, if the
     step has several. `starved` counts the layers at the end of whose backward the device had finished all earlier work,
     so that it waited for launches. (In forward, a stall also causes that.) In a step that is drawn, `began` is the end
     of the step before, `left` the end of that one's `step()`, and `entered` the beginning of its own.
@@ -215,7 +215,7 @@ class Meter:
         return lambda: gathers.append((lids, (began, self._clock.mark())))
 
     def fetched(self, lid: int, arrived: Mark) -> None:
-        """Backward continues after a layer, for whose streamed weights or visit it may have waited since `arrived`."""
+        """Backward continues after a layer, for whose offloaded weights or visit it may have waited since `arrived`."""
         self._now.fetched.append((lid, (arrived, self._clock.mark())))
 
     def turn(self) -> None:

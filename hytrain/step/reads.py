@@ -4,7 +4,7 @@
     the model is called      engine ─▶ enter(root)              waits for parameters that no other module covers
     any other use of one     Watched ─▶ use(parameter)          waits for this parameter
     state_dict, save, …      engine ─▶ synchronize()            waits for all updates, on the host
-    autograd, in backward    what was saved ─▶ unpack           fetches streamed weights, and activations
+    autograd, in backward    what was saved ─▶ unpack           fetches offloaded weights, and activations
 
 A layer that is CURRENT can be read. If its update is under way, the reader waits: the thread for the optimizer's
 message, the stream for the copy of the weights. `TrainedParameter.awaited` says that the last update has been waited
@@ -34,13 +34,13 @@ from hytrain.memory.visits import Visits
 from hytrain.model import graphs
 from hytrain.model.block_life import Pin
 from hytrain.model.lifecycle import Event as LayerEvent
-from hytrain.model.trained import Gate, StreamedBlock, TrainedLayer, TrainedParameter
+from hytrain.model.trained import Gate, OffloadedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.step.activations import MODIFIED, Activations, Saved
 from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.measure import Meter, Waited
-from hytrain.step.streaming import Streaming
+from hytrain.step.offload import Offload
 from hytrain.tensors import has_memory, is_distributed, saves_with_other_hooks, version
 
 _log = logging.getLogger(__name__)
@@ -63,11 +63,11 @@ _NOT_CALLED: Final = (
 )
 _REPLAYED: Final = (
     "the block of {} is a CUDA graph, which reads weights where they were when it was made, so that they cannot be "
-    "streamed: leave out stream="
+    "offloaded: leave out offload_weights="
 )
 _TRACED_STREAMED: Final = (
-    "torch.jit.trace of a model whose weights are streamed, where its copy would find none: trace "
-    "copy.deepcopy(model), or leave out stream="
+    "torch.jit.trace of a model whose weights are offloaded, where its copy would find none: trace "
+    "copy.deepcopy(model), or leave out offload_weights="
 )
 _NOT_GATHERED: Final = (
     "{} has a gradient, but its shards were not read after their last update: call its module, and with FSDP2 let a "
@@ -86,7 +86,7 @@ class Reads:
         transfers: Transfers,
         health: Health,
         meter: Meter,
-        streaming: Streaming,
+        offload: Offload,
         visits: Visits,
         activations: Activations | None,
         overlap: bool,
@@ -95,12 +95,12 @@ class Reads:
         self._layers, self._parameters, self._overlap = layers, parameters, overlap
         self._of = {id(known.parameter): known for known in parameters}
         self._transfers, self._health, self._meter = transfers, health, meter
-        self._streaming, self._visits, self._activations = streaming, visits, activations
+        self._offload, self._visits, self._activations = offload, visits, activations
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
         self._pack: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
-        self._no_graphs = set[StreamedBlock]()  # that have been seen to be no CUDA graphs
-        self._measured: dict[StreamedBlock, tuple[Transfer, int]] = {}  # the last copy that the meter got, its step
-        self._saving: dict[Gate, list[saved_tensors_hooks]] = {}  # of streamed modules that run forward, and the root
+        self._no_graphs = set[OffloadedBlock]()  # that have been seen to be no CUDA graphs
+        self._measured: dict[OffloadedBlock, tuple[Transfer, int]] = {}  # the last copy that the meter got, its step
+        self._saving: dict[Gate, list[saved_tensors_hooks]] = {}  # of offloaded modules that run forward, and the root
         self.is_traced = False  # and so read by TorchScript, which calls none of this
         self._copies: list[tuple[weakref.ref[Tensor], int, str]] = []  # made by `away`, with their versions and names
 
@@ -158,10 +158,10 @@ class Reads:
                 raise UsageError(_CALLED_EARLY.format(f"layer {layer.name}"))
             self.wait_for(layer)
             if gate is self.root:
-                self._streaming.use(layer)
-        if gate.is_block and not inside and (activations := self._offloading) is not None:
+                self._offload.use(layer)
+        if gate.is_block and not inside and (activations := self._offloaded_activations) is not None:
             activations.enter_block()
-        if gate.streamed is not None:
+        if gate.block is not None:
             self._fetch(gate, inside)
             self._begin_saving(gate)
         for parameter in gate.parameters:
@@ -176,8 +176,8 @@ class Reads:
             self._order.update(dict.fromkeys(_lids(gate)))
 
     def _note_tracing(self) -> None:
-        """`torch.jit.trace` makes a copy that has the same parameters. Raises `UsageError` if those are streamed."""
-        if self._streaming.may_stream:
+        """`torch.jit.trace` makes a copy that has the same parameters. Raises `UsageError` if those are offloaded."""
+        if self._offload.may_offload:
             raise UsageError(_TRACED_STREAMED)
         if not self.is_traced:
             _log.warning(
@@ -205,8 +205,8 @@ class Reads:
         """A module's forward has ended, and returned `output`."""
         for parameter in gate.parameters:
             parameter.watch()
-        block = gate.streamed
-        if gate.is_block and (activations := self._offloading) is not None and not in_backward():
+        block = gate.block
+        if gate.is_block and (activations := self._offloaded_activations) is not None and not in_backward():
             activations.leave_block()
         if block is None:
             return
@@ -225,13 +225,13 @@ class Reads:
             for tensor in _tensors_in(output):
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(again)
-                if self._streaming.block_of(tensor) is block:
-                    self._streaming.note_view(block)
-        self._streaming.leave(block)
+                if self._offload.block_of(tensor) is block:
+                    self._offload.note_view(block)
+        self._offload.leave(block)
 
     def _begin_saving(self, gate: Gate) -> None:
         """The module's forward begins: what autograd saves of its weights is fetched when backward unpacks it."""
-        block = gate.streamed
+        block = gate.block
         if block is not None and block.life.is_offloaded and self._may_save_with_hooks():
             self._save_with_hooks(gate)
 
@@ -247,9 +247,9 @@ class Reads:
         self._saving.setdefault(gate, []).append(saving)
 
     def _saving_hooks(self) -> saved_tensors_hooks:
-        """Hooks under which autograd may save streamed weights, and activations go to host memory."""
+        """Hooks under which autograd may save offloaded weights, and activations go to host memory."""
         if self._pack is None:
-            self._pack = _packing(self, self._streaming.block_of, self._activations)
+            self._pack = _packing(self, self._offload.block_of, self._activations)
         return saved_tensors_hooks(*self._pack)
 
     def enter_backward(self, gate: Gate) -> None:
@@ -258,16 +258,16 @@ class Reads:
             return
         for layer in gate.layers:
             self.wait_for(layer)
-        if gate.streamed is not None:
+        if gate.block is not None:
             self._fetch(gate, True)
 
     def _fetch(self, gate: Gate, inside: bool) -> None:
-        """A block computes: wait for its weights, if they are streamed, and measure one copy per step."""
-        block, step = gate.streamed, self._health.life.step
+        """A block computes: wait for its weights, if they are offloaded, and measure one copy per step."""
+        block, step = gate.block, self._health.life.step
         assert block is not None, "the gate of a block"
         waits = inside and block.life.is_offloaded and Pin.COMPUTES not in block.life.pins
         arrived = self._meter.mark() if waits else None
-        self._streaming.enter(block, inside)
+        self._offload.enter(block, inside)
         if waits:
             self._meter.fetched(block.layers[0].lid, arrived)
         arrival = block.arrival if block.life.is_offloaded and self._measures(gate) else None
@@ -292,19 +292,19 @@ class Reads:
             return  # forward has waited, and does so before each replay
         for layer, _ in known.places:
             self.wait_for(layer)
-            self._streaming.use(layer)
+            self._offload.use(layer)
             if self._order is not None and torch.is_grad_enabled():
                 self._order.setdefault(layer.lid)
         self._require_own_writes(known)
         known.awaited = True
 
     def away(self, tensor: Tensor) -> Tensor | None:
-        """A copy of a parameter's value in host memory, if it is streamed; all updates have been waited for."""
+        """A copy of a parameter's value in host memory, if it is offloaded; all updates have been waited for."""
         known = self._of.get(id(tensor))
         if known is None or not any(layer.rests_on_host for layer, _ in known.places) or not self._may_use(known):
             return None
         for layer, _ in known.places:
-            self._streaming.land(layer)
+            self._offload.land(layer)
         copied = known.values().clone()
         self._copies.append((weakref.ref(copied), version(copied), known.name))
         return copied
@@ -320,22 +320,22 @@ class Reads:
             if (tensor := copied()) is not None and version(tensor) != before:
                 self._copies.clear()
                 raise UsageError(
-                    f"{name} of model.state_dict() was written, but it is streamed, so this is a copy in host memory: "
+                    f"{name} of model.state_dict() was written, but it is offloaded, so this is a copy in host memory: "
                     "call model.load_state_dict() with what you have written"
                 )
 
     def around_use(self, tensor: Tensor) -> AbstractContextManager[Any]:
         """A context for an operation on a parameter that is used outside of its module's forward."""
         known = self._of.get(id(tensor))
-        block = None if known is None or not known.places else known.places[0][0].streamed
+        block = None if known is None or not known.places else known.places[0][0].block
         if block is None or not block.life.is_offloaded:
             return nullcontext()
         return self._during_use(block)
 
     @contextmanager
-    def _during_use(self, block: StreamedBlock) -> Iterator[None]:
+    def _during_use(self, block: OffloadedBlock) -> Iterator[None]:
         saves = torch.is_grad_enabled() and not saves_with_other_hooks()
-        with self._streaming.using(block), self._saving_hooks() if saves else nullcontext():
+        with self._offload.using(block), self._saving_hooks() if saves else nullcontext():
             yield
 
     def _may_use(self, known: TrainedParameter) -> bool:
@@ -361,7 +361,7 @@ class Reads:
             self._save_with_hooks(self.root)
 
     @property
-    def _offloading(self) -> Activations | None:
+    def _offloaded_activations(self) -> Activations | None:
         """Whoever takes what autograd saves now."""
         return self._activations if self._saving.get(self.root) else None
 
@@ -372,7 +372,7 @@ class Reads:
         would find changed weights, and name nobody.
         """
         self.leave(self.root)
-        if (activations := self._offloading) is not None and not in_backward():
+        if (activations := self._offloaded_activations) is not None and not in_backward():
             self._saving[self.root].pop().__exit__()
             activations.end_forward()
         if torch.is_grad_enabled():
@@ -426,7 +426,7 @@ class Reads:
         """Return once every update has landed in the parameters, on the host (I6)."""
         for layer in self._layers:
             self.wait_for(layer, on_host=True)
-        self._streaming.refresh_views()
+        self._offload.refresh_views()
         with unwatched():
             self._mark_awaited(self._parameters, in_backward())
 
@@ -450,7 +450,7 @@ class Reads:
                 self._health.refuse(stale.format(parameter.name), StaleReadError)
             if layer not in self.root.layers:
                 self.root.add(layer)
-                self._streaming.keep(layer)
+                self._offload.keep(layer)
 
     def learned_order(self) -> tuple[int, ...] | None:
         """Once, after the first step: the position of each layer in the order in which forward entered them.
@@ -483,7 +483,7 @@ class _RefuseSecondBackward:
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice:
-    """A tensor that autograd has saved, and its version then: of a streamed weight, whose `gate` that is, or any."""
+    """A tensor that autograd has saved, and its version then: of an offloaded weight, whose `gate` that is, or any."""
 
     tensor: Tensor
     version: int
@@ -491,7 +491,7 @@ class _OnDevice:
 
 
 def _packing(
-    reads: Reads, block_of: Callable[[Tensor], StreamedBlock | None], activations: Activations | None
+    reads: Reads, block_of: Callable[[Tensor], OffloadedBlock | None], activations: Activations | None
 ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """What autograd does with a tensor that it saves, and with what it has saved when it needs it."""
     me = weakref.ref(reads)
@@ -520,8 +520,8 @@ def _packing(
             return saved.tensor
         if (reads := me()) is not None:
             reads.enter_backward(saved.gate)
-            if torch.is_grad_enabled() and saved.gate.streamed is not None:
-                reads._streaming.hold(saved.gate.streamed)  # `create_graph`: what this backward saves is not seen
+            if torch.is_grad_enabled() and saved.gate.block is not None:
+                reads._offload.hold(saved.gate.block)  # `create_graph`: what this backward saves is not seen
         if not has_memory(saved.tensor):
             raise UsageError(f"layer {saved.gate.layers[0].name} is used again after its update has begun")
         return saved.tensor

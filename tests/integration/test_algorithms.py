@@ -22,7 +22,7 @@ import hytrain
 from hytrain.errors import ConfigError, UsageError
 from hytrain.memory import visits
 from hytrain.optim import Optimizer
-from hytrain.step import streaming
+from hytrain.step import offload
 from protocol.rules import MOMENT_PLANES
 
 STEPS = 24
@@ -32,9 +32,9 @@ PLACEMENTS: list[dict[str, Any]] = [
     {"k": 0.4, "threads": 2},
     {"k": 1.0},
     {"k": 0.2, "visit": 0.5},
-    {"k": 0.0, "visit": 0.5, "stream": 1.0},
+    {"k": 0.0, "visit": 0.5, "offload_weights": 1.0},
     {"k": "auto", "visit": "auto"},
-    {"policy": "random", "stream": "auto"},
+    {"policy": "random", "offload_weights": "auto"},
     {"k": 0.0, "overlap": False, "backend": "torch"},
 ]
 
@@ -96,7 +96,7 @@ def test_every_placement_gives_the_references_bits(
 ) -> None:
     """Of an odd width, most tensors do not fill torch's vectors."""
     monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
-    monkeypatch.setattr(streaming, "SLOTS", 1)
+    monkeypatch.setattr(offload, "SLOTS", 1)
     theirs = perceptron(WIDTH, dtype=dtype)
     reference = case.reference(theirs, **case.options)
     train(theirs, reference, range(STEPS), of_width)

@@ -57,10 +57,10 @@ def compiled_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> CompileCounter
     ("options", "overrides"),
     [
         ({"k": 0.4}, ()),
-        ({"k": 0.0, "visit": 0.5, "stream": 1.0}, ("model.gradient_checkpointing=true",)),
+        ({"k": 0.0, "visit": 0.5, "offload_weights": 1.0}, ("model.gradient_checkpointing=true",)),
         ({"k": 0.4, "offload_activations": True}, ("model.gradient_checkpointing=true",)),
     ],
-    ids=["resident", "streamed, recomputed", "offloaded, recomputed"],
+    ids=["resident", "offloaded, recomputed", "offloaded, recomputed"],
 )
 def test_the_bits_of_torchs_adamw(
     backend: str, options: dict[str, Any], overrides: tuple[str, ...], recipe: Path, monkeypatch: pytest.MonkeyPatch

@@ -137,11 +137,13 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
     [
         LARGE_EMBEDDING,
         slow(("model.dtype=bfloat16", "optimizer.k=0", "train.max_grad_norm=1e3", "optimizer.speculate=true")),
-        slow(("optimizer.k=0", "optimizer.visit=0.5", "optimizer.stream=1", "model.gradient_checkpointing=true")),
+        slow(
+            ("optimizer.k=0", "optimizer.visit=0.5", "optimizer.offload_weights=1", "model.gradient_checkpointing=true")
+        ),
         ("optimizer.k=auto", "optimizer.policy=random", "train.loss_chunks=2"),
         slow(("model.autocast=true", "optimizer.visit=0.6", "optimizer.k=0.2")),
     ],
-    ids=["pieces", "banks", "streamed", "moving", "visiting"],
+    ids=["pieces", "banks", "offloaded", "moving", "visiting"],
 )
 def test_the_bits_of_one_process_whatever_the_cpu_trains(options: tuple[str, ...], trained: Trainings) -> None:
     ours = trained(*options, schedule=ALL)
@@ -176,10 +178,10 @@ def test_parts_make_the_batch_within_rounding(trained: Trainings) -> None:
     "options",
     [
         ("optimizer.k=0.4",),
-        ("optimizer.k=0", "optimizer.visit=0.5", "optimizer.stream=1"),
+        ("optimizer.k=0", "optimizer.visit=0.5", "optimizer.offload_weights=1"),
         ("optimizer.policy=random",),
     ],
-    ids=["resident", "streamed", "moving"],
+    ids=["resident", "offloaded", "moving"],
 )
 def test_a_gpu_and_the_cpu_make_the_batch_within_rounding(options: tuple[str, ...], trained: Trainings) -> None:
     options = (*options, "train.device=cuda")

@@ -73,7 +73,7 @@ def test_gradients_in_the_same_memory_are_summed(place: Any) -> None:
 
 
 class BehindAGraph(nn.Module):
-    """Blocks that can be streamed, behind a graph that is none of them."""
+    """Blocks that can be offloaded, behind a graph that is none of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,15 +85,18 @@ class BehindAGraph(nn.Module):
 
 
 @pytest.mark.spawns
-def test_a_graph_that_is_streamed_is_refused() -> None:
+def test_a_graph_that_is_offloaded_is_refused() -> None:
     model = blocks(True)
-    with adamw(model, k=0.0, stream=1.0), pytest.raises(UsageError, match=r"0.weight is a CUDA graph.*: leave out str"):
+    with (
+        adamw(model, k=0.0, offload_weights=1.0),
+        pytest.raises(UsageError, match=r"0.weight is a CUDA graph.*: leave out str"),
+    ):
         loss_of(model, 0)
     model = BehindAGraph()
-    with adamw(model, k=0.0, stream=1.0) as opt:
+    with adamw(model, k=0.0, offload_weights=1.0) as opt:
         loss_of(model, 0).backward()
         opt.step()
-        assert opt.statistics().streamed_layers
+        assert opt.statistics().offloaded_layers
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -150,18 +153,18 @@ def test_graphed_blocks_have_the_bits_of_eager_ones(options: dict[str, Any], dty
 @WARNS
 @pytest.mark.gpu
 @pytest.mark.spawns
-def test_graphed_blocks_that_are_streamed_are_refused() -> None:
+def test_graphed_blocks_that_are_offloaded_are_refused() -> None:
     graphed = wide(torch.bfloat16)
     samples = tuple((torch.randn(32, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True),) for _ in graphed)
     torch.cuda.make_graphed_callables(tuple(graphed), samples)
     with pytest.raises(UsageError, match="is a CUDA graph"):
-        trained(graphed, torch.bfloat16, k=0.0, stream=1.0)
+        trained(graphed, torch.bfloat16, k=0.0, offload_weights=1.0)
 
 
 @pytest.mark.gpu
 @pytest.mark.spawns
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler looks at it
-@pytest.mark.parametrize("options", [*OPTIONS[:4], {"k": 0.0, "stream": 1.0}], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS[:4], {"k": 0.0, "offload_weights": 1.0}], ids=str)
 def test_blocks_compiled_to_graphs_have_the_same_bits_whoever_owns_a_layer(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ import hytrain
 from hytrain.errors import CapacityError
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import Copy, CudaTransfers, HostTransfers, Transfer
-from hytrain.model.trained import StreamedBlock, TrainedLayer
+from hytrain.model.trained import OffloadedBlock, TrainedLayer
 from hytrain.run.link import Link
 from hytrain.step import activations
 from hytrain.step.activations import Activations, Saved
@@ -110,7 +110,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
         "Stream": Stream,
         "current_stream": lambda device=None: current.stream,
         "default_stream": lambda device=None: current.streams[0],
-        "stream": lambda stream: contextlib.nullcontext(),
+        "offload_weights": lambda stream: contextlib.nullcontext(),
         "synchronize": lambda device=None: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stub)
@@ -201,7 +201,8 @@ class Pool(HostClock):
 
 
 @pytest.mark.parametrize(
-    "options", [{"k": 1.0}, {"k": 0.0, "visit": 1.0}, {"k": 0.0, "visit": 1.0, "stream": 1.0}, {"policy": "random"}]
+    "options",
+    [{"k": 1.0}, {"k": 0.0, "visit": 1.0}, {"k": 0.0, "visit": 1.0, "offload_weights": 1.0}, {"policy": "random"}],
 )
 def test_layers_without_state(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is copied for them but gradients and weights, and each mark of time is given back once."""
@@ -246,7 +247,7 @@ def test_what_reads_memory_that_others_get_next_comes_first(current: Current, mo
         reads.append(CudaTransfers.weights_out(self, copies))
         return reads[-1]
 
-    def sample_freed(self: Masters, block: StreamedBlock) -> None:
+    def sample_freed(self: Masters, block: OffloadedBlock) -> None:
         reads.clear()  # the others have ended
         sample(self, block)
 
@@ -265,7 +266,7 @@ def test_what_reads_memory_that_others_get_next_comes_first(current: Current, mo
         kept.clear()
         CudaTransfers.free(self, tensors, after=after)
         fences.add(after[0])
-        assert fences <= self._streaming.waited_for  # type: ignore[operator]
+        assert fences <= self._offload.waited_for  # type: ignore[operator]
 
     sample = Masters.sample_freed
     monkeypatch.setattr(Masters, "sample_freed", sample_freed)
@@ -278,7 +279,7 @@ def test_what_reads_memory_that_others_get_next_comes_first(current: Current, mo
 
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     model = perceptron(depth=8)
-    with adamw(model, k=0.0, stream=1.0) as opt:
+    with adamw(model, k=0.0, offload_weights=1.0) as opt:
         train(model, opt, range(3), square_loss)
         assert any(seen)
         seen.clear()
@@ -302,17 +303,17 @@ def test_all_users_of_memory_that_is_left_to_others_are_known(
     kept: list[Stream] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(stream))
     model, (first, second) = perceptron(depth=8), current.streams
-    with adamw(model, k=0.0, stream=1.0) as opt:
+    with adamw(model, k=0.0, offload_weights=1.0) as opt:
         train(model, opt, range(2), square_loss)
         current.stream = second
         mean = model[0][0].weight.square().mean()
-        streaming = opt._engine._streaming
-        block = streaming._blocks[0]
+        offload = opt._engine._offload
+        block = offload._blocks[0]
         assert second in block.computed and mean > 0
         current.stream = first
         kept.clear()
         first.waited_for.clear()
-        streaming.leave_to_others(block, [known.own for known in block.parameters[:1]])
+        offload.leave_to_others(block, [known.own for known in block.parameters[:1]])
         assert block.arrival.done in first.waited_for and set(kept) == {first, second}
 
 
@@ -328,7 +329,7 @@ def test_the_cpu_takes_over_what_is_back_from_its_last_visit(monkeypatch: pytest
     before = Link.post
     monkeypatch.setattr(Link, "post", post)
     model = perceptron(depth=8, dtype=torch.bfloat16)
-    with adamw(model, policy="random", stream=1.0) as opt:
+    with adamw(model, policy="random", offload_weights=1.0) as opt:
         step = itertools.count()  # how many layers move in how many depends on chance
 
         def have_moved() -> bool:

@@ -18,7 +18,7 @@ import hytrain
 from hytrain.errors import CapacityError, UnsupportedError, UsageError
 from hytrain.model.blueprint import Blueprint, Planned
 from hytrain.model.deferred import recording
-from hytrain.step import streaming
+from hytrain.step import offload
 from hytrain.step.handover import Handover
 from hytrain.step.masters import Masters
 from hytrain.tensors import has_memory
@@ -27,9 +27,9 @@ PLACEMENTS: list[dict[str, Any]] = [
     {"k": 0.0},
     {"k": 1.0},
     {"k": 0.0, "visit": 1.0},
-    {"k": 0.4, "stream": 0.5},
-    {"k": 0.0, "stream": 1.0},
-    {"k": 0.0, "visit": 1.0, "stream": 1.0},
+    {"k": 0.4, "offload_weights": 0.5},
+    {"k": 0.0, "offload_weights": 1.0},
+    {"k": 0.0, "visit": 1.0, "offload_weights": 1.0},
 ]
 
 
@@ -157,8 +157,8 @@ def test_parameters_over_one_memory_are_refused() -> None:
 
 @pytest.mark.parametrize("options", PLACEMENTS[-2:], ids=str)
 def test_no_more_than_one_value_is_on_its_way(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streamed weights do not pass through the device's memory."""
-    monkeypatch.setattr(streaming, "SLOTS", 1)
+    """Offloaded weights do not pass through the device's memory."""
+    monkeypatch.setattr(offload, "SLOTS", 1)
     begin_with, seen = Masters.begin_with, list[int]()
 
     def noted(masters: Masters, known: Any, values: Tensor) -> None:
@@ -177,7 +177,7 @@ def test_values_from_a_folder(files: int, tmp_path: Path) -> None:
     save(trained, tmp_path, files)
     results = []
     for model in (trained, hytrain.deferred_init(llama, weights=tmp_path)):
-        with adamw(model, k=0.0, stream=1.0) as opt:
+        with adamw(model, k=0.0, offload_weights=1.0) as opt:
             train(model, opt, range(2), language_loss)
             results.append(state(opt) | weights(model) | dict(model.named_buffers()))
     assert differing(*results) == []

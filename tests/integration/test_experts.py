@@ -21,7 +21,7 @@ from variants import every_second
 import hytrain
 from hytrain.memory import visits
 from hytrain.model import layers
-from hytrain.step import streaming
+from hytrain.step import offload
 
 STEPS = 16
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -29,9 +29,9 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "a part": {"k": 0.5},
     "all on the GPU": {"k": 1.0},
     "all visit the GPU": {"k": 0.0, "visit": 1.0},
-    "streamed": {"k": 0.0, "stream": 1.0},
-    "streamed, visiting": {"k": 0.0, "visit": 0.5, "stream": 1.0},
-    "moving": {"k": "auto", "policy": "random", "stream": "auto"},
+    "offloaded": {"k": 0.0, "offload_weights": 1.0},
+    "offloaded, visiting": {"k": 0.0, "visit": 0.5, "offload_weights": 1.0},
+    "moving": {"k": "auto", "policy": "random", "offload_weights": "auto"},
     "without overlap": {"k": 0.5, "overlap": False},
 }
 each_placement = pytest.mark.parametrize("options", PLACEMENTS.values(), ids=PLACEMENTS.keys())
@@ -41,9 +41,9 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(autouse=True)
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Visits in many pieces, and one streamed block at a time."""
+    """Visits in many pieces, and one offloaded block at a time."""
     monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
-    monkeypatch.setattr(streaming, "SLOTS", 1)
+    monkeypatch.setattr(offload, "SLOTS", 1)
 
 
 def counts(opt: torch.optim.Optimizer) -> dict[int, int]:
@@ -115,7 +115,9 @@ def clipped_as_by_torch(
 
 
 @pytest.mark.parametrize("speculate", [True, False])
-@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.5}, {"k": 0.0, "visit": 1.0}, {"k": 0.0, "stream": 1.0}])
+@pytest.mark.parametrize(
+    "options", [{"k": 0.0}, {"k": 0.5}, {"k": 0.0, "visit": 1.0}, {"k": 0.0, "offload_weights": 1.0}]
+)
 def test_clipping_with_skipped_experts(options: dict[str, Any], speculate: bool) -> None:
     clipped_as_by_torch(mixture, routed_loss, 0.17, speculate=speculate, **options)
 
@@ -136,14 +138,14 @@ def test_experts_that_only_some_micro_batches_choose(dtype: torch.dtype) -> None
         {"k": 0.0},
         {"k": 1.0, "accumulate_on": "host"},
         {"k": 0.0, "visit": 1.0},
-        {"policy": "random", "stream": "auto"},
+        {"policy": "random", "offload_weights": "auto"},
     ]
     same_bits(run, lambda: mixture(dtype), *({"grad_accumulation": 2, **options} for options in choices))
     if dtype is torch.float32:
         same_as_torch(run, mixture, grad_accumulation=2, k=0.5)
 
 
-@pytest.mark.parametrize("placement", ["a part", "streamed, visiting", "moving"])
+@pytest.mark.parametrize("placement", ["a part", "offloaded, visiting", "moving"])
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_fused_experts(implementation: str, placement: str) -> None:
     def run(model: nn.Module, opt: Any) -> list[float]:
@@ -192,7 +194,7 @@ def test_recomputed_experts() -> None:
         found: Tensor = (y - x.sin()).square().mean()
         return found
 
-    for options in ({"k": 0.5}, {"k": 0.0, "visit": 0.5, "stream": 1.0}):
+    for options in ({"k": 0.5}, {"k": 0.0, "visit": 0.5, "offload_weights": 1.0}):
         same_as_torch(lambda model, opt: (train(model, opt, range(STEPS), loss), counts(opt)), mixture, **options)
 
 

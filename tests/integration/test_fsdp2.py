@@ -638,8 +638,8 @@ def per_layer() -> tuple[nn.Module, dict[str, Any]]:
     return plain(), {"max_grad_norm": 1.0, "clip": "per_layer"}
 
 
-def streamed() -> tuple[nn.Module, dict[str, Any]]:
-    return plain(), {"k": 0.0, "stream": 0.5}
+def offloaded() -> tuple[nn.Module, dict[str, Any]]:
+    return plain(), {"k": 0.0, "offload_weights": 0.5}
 
 
 def per_layer_on_one() -> tuple[nn.Module, dict[str, Any]]:
@@ -681,7 +681,7 @@ def refusal(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> str:
         (other_options, r"max_grad_norm"),
         (other_accumulation, r"grad_accumulation"),
         (per_layer, r"a layer is in shards"),
-        (streamed, r"stream with several ranks.*leave stream out"),
+        (offloaded, r"offload_weights with several ranks.*leave it out"),
         (per_layer_on_one, r"the same .*clip"),
         (other_betas, r"param_groups"),
         (

@@ -27,7 +27,7 @@ from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import HostTransfers
 from hytrain.model.trained import TrainedLayer
 from hytrain.recipe.fused import fuse
-from hytrain.step import backward, streaming
+from hytrain.step import backward, offload
 from hytrain.step.backward import Backward
 from workers import monitor
 
@@ -42,10 +42,10 @@ CHOICES: dict[str, dict[str, Any]] = {
     "auto": {"k": "auto"},
     "auto, with visits": {"k": "auto", "visit": "auto"},
     "moving": {"k": "auto", "policy": "random"},
-    "streamed": {"k": 0.0, "stream": 1.0},
-    "some streamed": {"k": 0.3, "stream": 0.4},
-    "streamed, visiting": {"k": 0.0, "visit": 0.5, "stream": 1.0},
-    "streamed, moving": {"k": "auto", "policy": "random", "stream": "auto"},
+    "offloaded": {"k": 0.0, "offload_weights": 1.0},
+    "some offloaded": {"k": 0.3, "offload_weights": 0.4},
+    "offloaded, visiting": {"k": 0.0, "visit": 0.5, "offload_weights": 1.0},
+    "offloaded, moving": {"k": "auto", "policy": "random", "offload_weights": "auto"},
 }
 
 
@@ -73,11 +73,11 @@ def train_and_prepare(model: nn.Module, opt: hytrain.AdamW, steps: int, *loss: A
 def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained_at_half(dtype)
     monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
-    monkeypatch.setattr(streaming, "SLOTS", 1)
-    model, share = make(dtype), CHOICES[choice].get("stream", 0.0)
+    monkeypatch.setattr(offload, "SLOTS", 1)
+    model, share = make(dtype), CHOICES[choice].get("offload_weights", 0.0)
     with adamw(model, **CHOICES[choice]) as opt:
         train_and_prepare(model, opt, STEPS)
-        assert bool(opt.statistics().streamed_layers) >= (isinstance(share, float) and share > 0.0)
+        assert bool(opt.statistics().offloaded_layers) >= (isinstance(share, float) and share > 0.0)
         away = [known for known in opt._session.parameters if not known.own.untyped_storage().nbytes()]
         assert bool(away) >= (share == 1.0)
         assert bool(opt.statistics().visiting_layers) >= isinstance(CHOICES[choice].get("visit"), float)
@@ -87,18 +87,20 @@ def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch:
     assert any(name.startswith("remainder") for name in expected) is (dtype is torch.bfloat16)
 
 
-@pytest.mark.parametrize("options", [{"k": 0.2, "visit": 0.8}, {"k": "auto", "policy": "random", "stream": "auto"}])
+@pytest.mark.parametrize(
+    "options", [{"k": 0.2, "visit": 0.8}, {"k": "auto", "policy": "random", "offload_weights": "auto"}]
+)
 def test_visits_after_backward_give_the_same_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """And blocks that wait for visits have more room. In forward order, as forward waits for them."""
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 1 << 30)
     monkeypatch.setattr(
         backward, "put_off", lambda turns: {turn.lid for turn in turns if turn.visit_s and turn.lid % 3}
     )
-    orders, streamed, update = defaultdict[int, list[int]](list), list[bool](), Backward._update_on_device
+    orders, offloaded, update = defaultdict[int, list[int]](list), list[bool](), Backward._update_on_device
 
     def noted(of: Backward, layer: TrainedLayer, step: int, *others: Any, is_held: bool) -> None:
         if is_held:
-            streamed.append(layer.rests_on_host)
+            offloaded.append(layer.rests_on_host)
             orders[step].append(of.positions[layer.lid])
         update(of, layer, step, *others, is_held=is_held)
 
@@ -107,7 +109,7 @@ def test_visits_after_backward_give_the_same_bits(options: dict[str, Any], monke
     with adamw(model, **options) as opt:
         train_and_prepare(model, opt, STEPS)
         assert differing(state(opt) | weights(model), trained_at_half(torch.bfloat16)) == []
-    assert len(streamed) >= 10 and any(streamed) is ("stream" in options)
+    assert len(offloaded) >= 10 and any(offloaded) is ("stream" in options)
     assert all(order == sorted(order) for order in orders.values())
 
 
@@ -149,10 +151,10 @@ def test_visits_after_backward_go_in_the_order_that_forward_has(monkeypatch: pyt
         assert differing(weights(model), weights(expected)) == []
 
 
-@pytest.mark.parametrize("choice", ["all on the GPU", "streamed, visiting", "streamed, moving"])
+@pytest.mark.parametrize("choice", ["all on the GPU", "offloaded, visiting", "offloaded, moving"])
 def test_bias_and_gelu_in_one_kernel_find_the_same_weights(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its backward keeps the bias, which may have left the device meanwhile."""
-    monkeypatch.setattr(streaming, "SLOTS", 1)
+    monkeypatch.setattr(offload, "SLOTS", 1)
     found = []
     for options in ({"k": 0.0}, CHOICES[choice]):
         model = gpt2()

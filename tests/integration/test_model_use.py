@@ -58,7 +58,7 @@ def trained_alone(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
-@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.4, "visit": 0.3, "stream": 0.6}], ids=str)
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 0.4, "visit": 0.3, "offload_weights": 0.6}], ids=str)
 def test_a_head_is_called_for_one_chunk_after_the_other(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     """And again for each in backward. gpt2's weight is the embedding's, too."""
 
@@ -507,10 +507,10 @@ def test_a_traced_copy_reads_every_update(k: float, caplog: pytest.LogCaptureFix
 
 
 @JIT_WARNS
-def test_a_model_whose_weights_are_streamed_is_not_traced() -> None:
+def test_a_model_whose_weights_are_offloaded_is_not_traced() -> None:
     model = perceptron()
-    with adamw(model, k=0.0, stream=1.0) as opt:
-        with pytest.raises(UsageError, match=r"streamed.*copy.deepcopy\(model\)"):
+    with adamw(model, k=0.0, offload_weights=1.0) as opt:
+        with pytest.raises(UsageError, match=r"offloaded.*copy.deepcopy\(model\)"):
             torch.jit.trace(model, vectors(0))
         train(model, opt, range(2), square_loss)
         torch.jit.trace(copy.deepcopy(model), vectors(0))

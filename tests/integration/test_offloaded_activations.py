@@ -57,7 +57,7 @@ def copied(opt: hytrain.AdamW) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
 def test_bits_do_not_depend_on_it(dtype: torch.dtype, checkpointed: bool) -> None:
-    """Wherever the state is, and the weights: also where those are streamed, and layers move all the time."""
+    """Wherever the state is, and the weights: also where those are offloaded, and layers move all the time."""
 
     def run(model: nn.Module, opt: hytrain.AdamW) -> None:
         train(model, opt, range(5))
@@ -66,8 +66,13 @@ def test_bits_do_not_depend_on_it(dtype: torch.dtype, checkpointed: bool) -> Non
             assert not [one for one in found._sent if one() is not None], "no graph is left"
 
     make = partial(recomputing, llama, dtype) if checkpointed else partial(llama, dtype)
-    choices: list[dict[str, Any]] = [{"k": 0.0}, {"k": 0.5}, {"k": 1.0}, {"k": 0.0, "visit": 1.0, "stream": 1.0}]
-    choices += [{"k": 0.0, "stream": 0.5}, {"policy": "random", "stream": "auto"}]
+    choices: list[dict[str, Any]] = [
+        {"k": 0.0},
+        {"k": 0.5},
+        {"k": 1.0},
+        {"k": 0.0, "visit": 1.0, "offload_weights": 1.0},
+    ]
+    choices += [{"k": 0.0, "offload_weights": 0.5}, {"policy": "random", "offload_weights": "auto"}]
     same_bits(run, make, {"k": 0.5}, *({**options, **OFFLOADED} for options in choices))
 
 

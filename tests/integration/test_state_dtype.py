@@ -26,7 +26,7 @@ from hytrain.errors import ConfigError
 from hytrain.kernels.torch_backend import vectors
 from hytrain.memory import visits
 from hytrain.model import layers
-from hytrain.step import streaming
+from hytrain.step import offload
 from protocol.messages import STATE_DTYPES
 
 LONE: dict[str, Any] = {"master_dtype": "bfloat16"}
@@ -43,8 +43,8 @@ STEPS = 12
 CHOICES: list[dict[str, Any]] = [
     {"k": 0.3, "threads": 1},
     {"k": 1.0},
-    {"k": 0.2, "visit": 0.5, "stream": 1.0},
-    {"policy": "random", "stream": "auto"},
+    {"k": 0.2, "visit": 0.5, "offload_weights": 1.0},
+    {"policy": "random", "offload_weights": "auto"},
     {"k": 0.0, "overlap": False, "backend": "torch"},
 ]
 IDS = ["gpt2-float32", "llama-bfloat16", "llama-lone", "gpt2-float8", "llama-float8-lone"]
@@ -74,7 +74,7 @@ def test_the_bits_do_not_depend_on_where_layers_are_updated(
 ) -> None:
     """Of a whole parameter, and of one that is cut."""
     monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
-    monkeypatch.setattr(streaming, "SLOTS", 1)
+    monkeypatch.setattr(offload, "SLOTS", 1)
     found = []
     for options in ({"k": 0.0}, *CHOICES):
         model = make(dtype)
@@ -212,7 +212,11 @@ def test_masters_can_only_be_left_out_where_there_are_some() -> None:
 
 def test_ranks_with_another_precision_are_refused() -> None:
     """Each would train shards of its own kind. So would CPUs on which torch rounds in another way."""
-    given = dict.fromkeys(("k", "visit", "stream"), 0.0) | {"policy": "fixed", "objective": "speed", "backend": "auto"}
+    given = dict.fromkeys(("k", "visit", "offload_weights"), 0.0) | {
+        "policy": "fixed",
+        "objective": "speed",
+        "backend": "auto",
+    }
     given |= {"gradient_dtype": None, "grad_accumulation": 1, "accumulate_on": "auto", "max_grad_norm": None}
     given |= {"clip": "global", "on_nonfinite": None, "speculate": None, "loss_scale": None, "overlap": True}
     given |= {"algorithm": ADAMW}

@@ -52,7 +52,7 @@
         if (typeof record.reason !== "string" || known.has(record.wall_time)) continue;
         known.add(record.wall_time);
         if (known.size > 2 * MOST_PLANS) known.delete(known.values().next().value);
-        const numbers = [record.k.toFixed(3), record.visiting_layers, record.streamed_layers];
+        const numbers = [record.k.toFixed(3), record.visiting_layers, record.offloaded_layers];
         plans.append(row([record.step, ...numbers, "–", "–", "–", record.reason], 7));
         if (plans.rows.length > MOST_PLANS) plans.deleteRow(0);
       }

@@ -1,4 +1,4 @@
-"""Brings the weights of streamed blocks to the GPU before they are needed, and frees their memory there after that.
+"""Brings the weights of offloaded blocks to the GPU before they are needed, and frees their memory there after that.
 
     forward    enter ─▶ fetch, and the next blocks ahead       leave ─▶ free what is not needed soon
     backward   enter, before the block's first gradient        after its last gradient: the same
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hytrain.errors import HyTrainError
 from hytrain.memory.transfer import Fence, Transfers
 from hytrain.model.block_life import Event, Pin, State
-from hytrain.model.trained import StreamedBlock, TrainedLayer, TrainedParameter
+from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
 from hytrain.tensors import has_memory, storage_of, untraced
 from protocol.visiting import wider_by_bytes
@@ -33,24 +33,24 @@ _log = logging.getLogger(__name__)
 SLOTS: Final = 3
 
 
-def window_bytes(blocks: Sequence[StreamedBlock]) -> int:
-    """GPU memory for the weights of these blocks while they are streamed."""
+def window_bytes(blocks: Sequence[OffloadedBlock]) -> int:
+    """GPU memory for the weights of these blocks while they are offloaded."""
     return SLOTS * max((block.nbytes for block in blocks), default=0)
 
 
 #: A block in forward (False) or in backward (True).
-Place = tuple[StreamedBlock, bool]
+Place = tuple[OffloadedBlock, bool]
 
 
-class Streaming:
-    """The streamed blocks of one model, in forward order.
+class Offload:
+    """The offloaded blocks of one model, in forward order.
 
     `for_visits_bytes`: GPU memory for those that wait for a visit, besides `window_bytes`: a part of `hold_bytes`.
     """
 
-    def __init__(self, blocks: Sequence[StreamedBlock], transfers: Transfers, *, hold_bytes: int = 0) -> None:
+    def __init__(self, blocks: Sequence[OffloadedBlock], transfers: Transfers, *, hold_bytes: int = 0) -> None:
         self._import_written: Callable[[], None] = lambda: None
-        self._before_free: Callable[[StreamedBlock], None] = lambda block: None
+        self._before_free: Callable[[OffloadedBlock], None] = lambda block: None
         self._blocks, self._transfers = blocks, transfers
         self._block_of = {id(known): block for block in blocks for known in block.parameters}
         self._window_bytes = window_bytes(blocks)
@@ -59,22 +59,22 @@ class Streaming:
         ways = [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
         self._next: dict[Place, Place] = dict(zip(ways, ways[1:] + ways[:1], strict=True))
         self._last: Place | None = None
-        self._here = dict[StreamedBlock, None]()  # those that rest in host memory and are on the GPU, too
-        self._touched = set[StreamedBlock]()  # by this step
-        self._computing: deque[StreamedBlock] = deque(maxlen=2)  # in backward: a node may need weights of two
-        self._of_storage: dict[int, StreamedBlock] = {}
+        self._here = dict[OffloadedBlock, None]()  # those that rest in host memory and are on the GPU, too
+        self._touched = set[OffloadedBlock]()  # by this step
+        self._computing: deque[OffloadedBlock] = deque(maxlen=2)  # in backward: a node may need weights of two
+        self._of_storage: dict[int, OffloadedBlock] = {}
         self._ended: HyTrainError | None = None
 
-    def heed(self, import_written: Callable[[], None], before_free: Callable[[StreamedBlock], None]) -> None:
+    def heed(self, import_written: Callable[[], None], before_free: Callable[[OffloadedBlock], None]) -> None:
         """Call `before_free` for each block that is freed; `import_written`, if written weights stand in the way."""
         self._import_written, self._before_free = import_written, before_free
 
     @property
-    def may_stream(self) -> bool:
-        """Whether there are blocks that may be streamed."""
+    def may_offload(self) -> bool:
+        """Whether there are blocks that may be offloaded."""
         return bool(self._blocks)
 
-    def block_of(self, tensor: Tensor) -> StreamedBlock | None:
+    def block_of(self, tensor: Tensor) -> OffloadedBlock | None:
         """The block of which the tensor is a weight, or a view of one."""
         if not (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)) or tensor.layout is not torch.strided:
             return None
@@ -89,13 +89,13 @@ class Streaming:
             return
         self._transfers.drain()
         for block in self._blocks:
-            self._begin_streaming(block)
+            self._begin_offloading(block)
             if block.life.is_offloaded and not all(has_memory(known.own) for known in block.parameters):
                 self._on(block, Event.FREE)
         self.note_storages()
         self._make_room((self._blocks[0], False))
 
-    def enter(self, block: StreamedBlock, inside_backward: bool) -> None:
+    def enter(self, block: OffloadedBlock, inside_backward: bool) -> None:
         """The block is about to compute on the current stream. Its updates have been waited for."""
         life = block.life
         if not inside_backward:
@@ -119,36 +119,36 @@ class Streaming:
         self._look_ahead(here)
         self._land(block)
 
-    def plan(self, streamed: Set[int]) -> None:
+    def plan(self, offloaded: Set[int]) -> None:
         """From each block's next forward on, the weights of these layers are to rest in host memory."""
         for block in self._blocks:
-            block.life.planned = all(layer.lid in streamed for layer in block.layers)
+            block.life.planned = all(layer.lid in offloaded for layer in block.layers)
 
-    def _follow_plan(self, block: StreamedBlock) -> None:
-        """A block begins to be streamed when a step first uses it: no graph of the step has saved its weights yet."""
+    def _follow_plan(self, block: OffloadedBlock) -> None:
+        """A block begins to be offloaded when a step first uses it: no graph of the step has saved its weights yet."""
         is_first = block not in self._touched
         self._touched.add(block)
         life = block.life
         if life.planned and not life.is_offloaded:
             if is_first and all(layer.life.is_current for layer in block.layers):
-                self._begin_streaming(block)
+                self._begin_offloading(block)
         elif life.is_offloaded and not life.planned:
             try:
                 if life.is_away:
                     self._fetch(block)
             except torch.OutOfMemoryError:
-                return  # it is streamed for as long as there is no room
+                return  # it is offloaded for as long as there is no room
             self._land(block)
             self._on(block, Event.SETTLE)
 
-    def _begin_streaming(self, block: StreamedBlock) -> None:
+    def _begin_offloading(self, block: OffloadedBlock) -> None:
         """Let it leave, if its layers' state is in host memory. All of its updates were waited for."""
         if block.life.planned and block.state_rests_on_host:
             self._on(block, Event.OFFLOAD)
             block.life.pin(Pin.VIEWED)
             self._forget_views(block)
 
-    def _on(self, block: StreamedBlock, event: Event) -> None:
+    def _on(self, block: OffloadedBlock, event: Event) -> None:
         block.life.on(event)
         if block.life.state in (State.HERE, State.STALE):
             self._here[block] = None
@@ -156,19 +156,19 @@ class Streaming:
             self._here.pop(block, None)
 
     @staticmethod
-    def _forget_views(block: StreamedBlock) -> None:
+    def _forget_views(block: OffloadedBlock) -> None:
         """Whoever has used its weights did so without keeping a view."""
         if Pin.VIEWED in block.life.pins and not block.is_aliased:
             block.life.unpin(Pin.VIEWED)
 
-    def _compute(self, block: StreamedBlock) -> None:
+    def _compute(self, block: OffloadedBlock) -> None:
         """Backward computes with the block. One before the last one has been computed with: it comes again if not."""
         if block not in self._computing:
             if len(self._computing) == self._computing.maxlen:
                 self._computing[0].life.unpin(Pin.COMPUTES)
             self._computing.append(block)
 
-    def leave(self, block: StreamedBlock) -> None:
+    def leave(self, block: OffloadedBlock) -> None:
         """The block's forward has ended. Backward enters it again."""
         if block.life.is_offloaded:
             self._rest(block, inside_backward=False)
@@ -192,9 +192,9 @@ class Streaming:
             self._forget_views(block)
             block.life.unpin(Pin.GRAPH if block in self._touched else Pin.GRAPH | Pin.VISIT)
         self._touched.clear()
-        streamed = [block for block in self._blocks if block.life.is_offloaded]
-        visits = any(layer.life.placement.visits for block in streamed for layer in block.layers)
-        outside = max(0, sum(block.nbytes for block in streamed) - self._window_bytes)
+        offloaded = [block for block in self._blocks if block.life.is_offloaded]
+        visits = any(layer.life.placement.visits for block in offloaded for layer in block.layers)
+        outside = max(0, sum(block.nbytes for block in offloaded) - self._window_bytes)
         self.for_visits_bytes = min(self._wider_by_bytes, outside) if visits else 0
 
     def note_storages(self) -> None:
@@ -202,7 +202,7 @@ class Streaming:
 
     def use(self, layer: TrainedLayer) -> None:
         """Somebody else uses the layer's weights on the current stream, and may keep a view of them."""
-        block = layer.streamed
+        block = layer.block
         if block is not None and not block.life.is_offloaded:
             self._follow_plan(block)
         if block is not None and block.life.is_offloaded:
@@ -214,7 +214,7 @@ class Streaming:
             self._land(block)
 
     @contextmanager
-    def using(self, block: StreamedBlock) -> Iterator[None]:
+    def using(self, block: OffloadedBlock) -> Iterator[None]:
         """An operation outside of its forward uses a weight of the block: others of it may need room meanwhile."""
         block.life.begin_use()
         try:
@@ -223,24 +223,24 @@ class Streaming:
             block.life.end_use()
             self.note_use(block)  # perhaps on a stream of the user's own
 
-    def note_view(self, block: StreamedBlock) -> None:
+    def note_view(self, block: OffloadedBlock) -> None:
         """Somebody has got a view of its weights."""
         block.life.pin(Pin.VIEWED)
 
-    def hold(self, block: StreamedBlock) -> None:
+    def hold(self, block: OffloadedBlock) -> None:
         """A graph may need it until the step ends."""
         block.life.pin(Pin.GRAPH)
 
     def begin_update(self, layer: TrainedLayer) -> None:
         """The CPU is about to update the layer in host memory."""
-        if layer.streamed is not None and layer.rests_on_host:
-            self._on(layer.streamed, Event.UPDATE)
+        if layer.block is not None and layer.rests_on_host:
+            self._on(layer.block, Event.UPDATE)
 
-    def is_put_off(self, block: StreamedBlock) -> bool:
+    def is_put_off(self, block: OffloadedBlock) -> bool:
         """Whether it stays for a visit after backward."""
         return Pin.VISIT in block.life.pins
 
-    def put_off(self, block: StreamedBlock) -> None:
+    def put_off(self, block: OffloadedBlock) -> None:
         block.life.pin(Pin.VISIT)
 
     def end_in_child(self, error: HyTrainError) -> None:
@@ -249,8 +249,8 @@ class Streaming:
 
     def land(self, layer: TrainedLayer) -> None:
         """Let the current stream wait for what has been fetched."""
-        if layer.streamed is not None:
-            self._land(layer.streamed)
+        if layer.block is not None:
+            self._land(layer.block)
 
     def refresh_views(self) -> None:
         """Views that others have of weights show their values, on the host. All updates have been waited for."""
@@ -262,19 +262,19 @@ class Streaming:
 
     def keep(self, layer: TrainedLayer) -> None:
         """The layer is read where nobody sees it: its block stays on the GPU from now on."""
-        if layer.streamed is not None:
-            layer.streamed.life.pin(Pin.HIDDEN)
+        if layer.block is not None:
+            layer.block.life.pin(Pin.HIDDEN)
 
     def before_update(self, layer: TrainedLayer) -> None:
         """The GPU is about to update the layer, perhaps long after its backward."""
-        block = layer.streamed
+        block = layer.block
         if block is not None and block.life.is_offloaded:
             if not block.life.is_present:
                 self._make_room((block, False))
                 self._bring(block)
             self._land(block)  # it may have been fetched ahead
 
-    def settle(self, block: StreamedBlock) -> None:
+    def settle(self, block: OffloadedBlock) -> None:
         """The GPU takes over a layer, so the block stays. All of its updates have been waited for."""
         self._bring(block)
         self._land(block)
@@ -304,7 +304,7 @@ class Streaming:
 
     # ------------------------------------------------------------ memory
 
-    def _rest(self, block: StreamedBlock, *, inside_backward: bool) -> None:
+    def _rest(self, block: OffloadedBlock, *, inside_backward: bool) -> None:
         block.life.unpin(Pin.COMPUTES)
         if block in self._computing:
             self._computing.remove(block)
@@ -322,9 +322,9 @@ class Streaming:
                 except torch.OutOfMemoryError:
                     return
 
-    def _make_room(self, place: Place) -> list[StreamedBlock]:
+    def _make_room(self, place: Place) -> list[OffloadedBlock]:
         """Free all blocks but those that are needed from `place` on, which are returned in their order."""
-        soon, room = dict[StreamedBlock, None](), self._window_bytes + self.for_visits_bytes
+        soon, room = dict[OffloadedBlock, None](), self._window_bytes + self.for_visits_bytes
         for _ in self._next:
             block = place[0]
             if block.life.is_offloaded and block not in soon:
@@ -336,7 +336,7 @@ class Streaming:
         self._free(block for block in list(self._here) if block not in soon)
         return list(soon)
 
-    def _free(self, blocks: Iterable[StreamedBlock]) -> None:
+    def _free(self, blocks: Iterable[OffloadedBlock]) -> None:
         """Free those that may leave."""
         for block in blocks:
             if block.may_leave:
@@ -348,12 +348,12 @@ class Streaming:
                     self._on(block, Event.FREE)
                     self._transfers.free(own, after=self._users(block))
 
-    def replace(self, block: StreamedBlock, tensors: Sequence[Tensor]) -> None:
+    def replace(self, block: OffloadedBlock, tensors: Sequence[Tensor]) -> None:
         """These weights of it get other memory, of the user's: what they had goes to whoever gets it."""
         self.leave_to_others(block, tensors)
         block.is_pooled = False
 
-    def leave_to_others(self, block: StreamedBlock, tensors: Sequence[Tensor]) -> None:
+    def leave_to_others(self, block: OffloadedBlock, tensors: Sequence[Tensor]) -> None:
         """Their memory is about to be freed for anyone, not for fetched weights: not before its users have ended."""
         for copy in block.copies_out:
             self._transfers.land(copy)
@@ -361,18 +361,18 @@ class Streaming:
         for stream in {self._transfers.stream(), *block.computed}:
             self._transfers.keep_for(stream, tensors)
 
-    def _users(self, block: StreamedBlock) -> list[Fence]:
+    def _users(self, block: OffloadedBlock) -> list[Fence]:
         """Events before which its memory may not be written: what uses it now, and copies out of it."""
         users = [self._transfers.fence(), *block.computed.values(), *(copy.done for copy in block.copies_out)]
         block.leaving.clear()
         block.computed.clear()
         return users
 
-    def note_use(self, block: StreamedBlock) -> None:
+    def note_use(self, block: OffloadedBlock) -> None:
         """The current stream has used its weights."""
         block.computed[self._transfers.stream()] = self._transfers.fence()
 
-    def _bring(self, block: StreamedBlock) -> None:
+    def _bring(self, block: OffloadedBlock) -> None:
         if not block.life.is_away:
             return
         try:
@@ -386,7 +386,7 @@ class Streaming:
             self._fetch(block)
 
     @untraced()
-    def _fetch(self, block: StreamedBlock) -> None:
+    def _fetch(self, block: OffloadedBlock) -> None:
         """Raises `torch.OutOfMemoryError`; then nothing has changed."""
         if self._ended is not None:
             raise self._ended
@@ -398,6 +398,6 @@ class Streaming:
         block.is_pooled = block.is_pooled or bool(freed)
         self._on(block, Event.FETCH if is_current else Event.FETCH_EARLY)
 
-    def _land(self, block: StreamedBlock) -> None:
+    def _land(self, block: OffloadedBlock) -> None:
         if block.arrival is not None:
             self._transfers.land(block.arrival)

@@ -39,17 +39,17 @@ from hytrain.model import layers
 from hytrain.model.block_life import Pin, State
 from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
-from hytrain.step import backward, streaming
+from hytrain.step import backward, offload
 from hytrain.step.handover import Handover
 from hytrain.tensors import allocate
 
 #: All weights of blocks, whoever updates them.
-STREAMED: list[dict[str, Any]] = [{"k": 0.0, "stream": 1.0}, {"k": 0.0, "visit": 1.0, "stream": 1.0}]
+OFFLOADED: list[dict[str, Any]] = [{"k": 0.0, "offload_weights": 1.0}, {"k": 0.0, "visit": 1.0, "offload_weights": 1.0}]
 
 
 @pytest.fixture(autouse=True)
 def one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "SLOTS", 1)
+    monkeypatch.setattr(offload, "SLOTS", 1)
 
 
 def present(opt: hytrain.AdamW) -> set[str]:
@@ -66,7 +66,7 @@ def checkpointed(model: nn.Module, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("loss_of", [square_loss, checkpointed])
-@pytest.mark.parametrize("options", STREAMED, ids=str)
+@pytest.mark.parametrize("options", OFFLOADED, ids=str)
 def test_no_more_than_the_window_is_on_the_device(
     options: dict[str, Any], loss_of: Callable[[nn.Module, int], Tensor]
 ) -> None:
@@ -82,7 +82,7 @@ def test_no_more_than_the_window_is_on_the_device(
             loss_of(model, 4)
         assert len(seen) >= 36
         assert {frozenset(names) for names in seen} == {frozenset({f"{i}.0.weight", f"{i}.0.bias"}) for i in range(4)}
-        assert opt.statistics().streamed_layers == (0, 1, 2, 3)
+        assert opt.statistics().offloaded_layers == (0, 1, 2, 3)
     assert all(parameter.untyped_storage().nbytes() for parameter in model.parameters())
 
 
@@ -99,7 +99,7 @@ def test_blocks_that_wait_for_visits_widen_the_window(
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 2 * room * block_bytes + 2)
     end_step = Visits.end_step
     monkeypatch.setattr(Visits, "end_step", lambda visits: waited.append(end_step(visits)) or waited[-1])
-    with adamw(model, k=0.0, stream=1.0, **options) as opt:
+    with adamw(model, k=0.0, offload_weights=1.0, **options) as opt:
         for block in model:
             block[0].weight.register_hook(lambda *_: seen.append(len({name[0] for name in present(opt)})))
         train(model, opt, range(4), square_loss)
@@ -115,15 +115,15 @@ def test_weights_whose_visit_is_put_off_stay_until_forward(monkeypatch: pytest.M
     model, later = perceptron(), [1, 2]
     nbytes = [sum(parameter.nbytes for parameter in block.parameters()) for block in model]
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 4 * max(nbytes[1:3]))
-    monkeypatch.setattr(streaming, "wider_by_bytes", lambda *_: 0)
+    monkeypatch.setattr(offload, "wider_by_bytes", lambda *_: 0)
     monkeypatch.setattr(backward, "put_off", lambda turns: later)
-    with adamw(model, k=0.0, visit=1.0, stream=1.0) as opt:
+    with adamw(model, k=0.0, visit=1.0, offload_weights=1.0) as opt:
 
         def put_off() -> list[int]:
             return [
                 lid
                 for lid, layer in enumerate(opt._session.layers)
-                if layer.streamed and Pin.VISIT in layer.streamed.life.pins
+                if layer.block and Pin.VISIT in layer.block.life.pins
             ]
 
         train(model, opt, range(3), square_loss)
@@ -139,11 +139,11 @@ def test_weights_whose_visit_is_put_off_stay_until_forward(monkeypatch: pytest.M
         assert put_off() == [2] and seen == [True] * 4
 
 
-def test_some_blocks_are_streamed_and_others_stay() -> None:
+def test_some_blocks_are_offloaded_and_others_stay() -> None:
     model = perceptron(depth=8)
-    with adamw(model, k=0.0, stream=0.5) as opt:
+    with adamw(model, k=0.0, offload_weights=0.5) as opt:
         train(model, opt, range(2), square_loss)
-        assert opt.statistics().streamed_layers == (0, 2, 4, 6)
+        assert opt.statistics().offloaded_layers == (0, 2, 4, 6)
         assert {f"{i}.0.weight" for i in (1, 3, 5, 7)} < present(opt)
 
 
@@ -170,7 +170,7 @@ def looks_around(model: nn.Module, opt: Any) -> list[float]:
     return numbers + [tensor.sum().item() for tensor in mean]
 
 
-@pytest.mark.parametrize("options", STREAMED, ids=str)
+@pytest.mark.parametrize("options", OFFLOADED, ids=str)
 def test_all_readers_and_writers_find_the_weights(options: dict[str, Any]) -> None:
     same_as_torch(looks_around, **options)
 
@@ -194,7 +194,7 @@ class Reused(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("options", STREAMED, ids=str)
+@pytest.mark.parametrize("options", OFFLOADED, ids=str)
 def test_forwards_take_other_ways(options: dict[str, Any]) -> None:
     def run(model: Any, opt: Any) -> list[float]:
         losses = []
@@ -222,16 +222,18 @@ def test_sums_and_verdicts(make: Callable[[], nn.Module], numbers: dict[str, Any
             opt.step()
             opt.zero_grad()
 
-    streamed = [{**options, **numbers} for options in (*STREAMED, {**STREAMED[0], "overlap": False}) if numbers != {}]
-    streamed = [one for one in streamed if not (one.get("speculate") and one.get("overlap") is False)]
-    host = [{**STREAMED[0], "accumulate_on": "host"}, {**STREAMED[1], "overlap": False}]
+    offloaded = [
+        {**options, **numbers} for options in (*OFFLOADED, {**OFFLOADED[0], "overlap": False}) if numbers != {}
+    ]
+    offloaded = [one for one in offloaded if not (one.get("speculate") and one.get("overlap") is False)]
+    host = [{**OFFLOADED[0], "accumulate_on": "host"}, {**OFFLOADED[1], "overlap": False}]
     common: dict[str, Any] = {"grad_accumulation": 2}
-    same_bits(run, make, *({**common, **one} for one in ({"k": 1.0, **numbers}, *(streamed or host))))
+    same_bits(run, make, *({**common, **one} for one in ({"k": 1.0, **numbers}, *(offloaded or host))))
 
 
 def test_a_view_that_somebody_keeps_stays_valid() -> None:
     model, expected = perceptron(), perceptron()
-    with adamw(model, **STREAMED[0]) as opt, adamw(expected, k=1.0) as other:
+    with adamw(model, **OFFLOADED[0]) as opt, adamw(expected, k=1.0) as other:
         train(model, opt, range(2), square_loss)
         view, array = model[1][0].weight.data, model[2][0].weight.detach().numpy()
         train(model, opt, range(2, 5), square_loss)
@@ -259,12 +261,12 @@ def test_a_parameter_that_is_read_where_nobody_sees_it_stays() -> None:
                     x = x + 0.1 * block[0].bias
         return (x - vectors(step).sin()).square().mean()
 
-    same_as_torch(lambda model, opt: train(model, opt, range(6), unseen), **STREAMED[0])
+    same_as_torch(lambda model, opt: train(model, opt, range(6), unseen), **OFFLOADED[0])
 
 
 def test_a_state_dict_brings_nothing_to_the_device() -> None:
     model = perceptron()
-    with adamw(model, **STREAMED[0]) as opt:
+    with adamw(model, **OFFLOADED[0]) as opt:
         train(model, opt, range(3), square_loss)
         before = present(opt)
         saved = model.state_dict()
@@ -294,7 +296,7 @@ class Full:
 
 def test_what_is_refused_between_backward_and_step_ends_nothing() -> None:
     model, expected = perceptron(), perceptron()
-    with adamw(model, **STREAMED[0]) as opt, adamw(expected, k=1.0) as other:
+    with adamw(model, **OFFLOADED[0]) as opt, adamw(expected, k=1.0) as other:
         train(model, opt, range(2), square_loss)
         first, second = square_loss(model, 2), square_loss(model, 2)
         first.backward()
@@ -311,12 +313,12 @@ def test_what_is_refused_between_backward_and_step_ends_nothing() -> None:
 
 
 def test_without_room_nothing_is_fetched_ahead_and_what_is_not_needed_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streaming, "SLOTS", 4)
+    monkeypatch.setattr(offload, "SLOTS", 4)
 
     def run(model: nn.Module, opt: Any) -> list[float]:
         full = Full(opt, 4, monkeypatch) if isinstance(opt, hytrain.AdamW) else None
         if full is not None:
-            opt._engine._streaming._free(opt._session._blocks[1:])
+            opt._engine._offload._free(opt._session._blocks[1:])
         losses = train(model, opt, range(4), square_loss)
         losses += [parameter.norm().item() for parameter in model.parameters()]
         model.load_state_dict({name: 0.5 * tensor for name, tensor in model.state_dict().items()})
@@ -325,7 +327,7 @@ def test_without_room_nothing_is_fetched_ahead_and_what_is_not_needed_leaves(mon
         monkeypatch.setattr(transfer, "allocate", allocate)
         return losses
 
-    same_as_torch(run, **STREAMED[0])
+    same_as_torch(run, **OFFLOADED[0])
 
 
 def test_on_a_full_device_weights_whose_visit_is_put_off_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,9 +336,9 @@ def test_on_a_full_device_weights_whose_visit_is_put_off_leave(monkeypatch: pyte
     with adamw(expected, k=1.0) as other:
         train(expected, other, range(6), square_loss)
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 1 << 20)
-    monkeypatch.setattr(streaming, "wider_by_bytes", lambda *_: 0)
+    monkeypatch.setattr(offload, "wider_by_bytes", lambda *_: 0)
     monkeypatch.setattr(backward, "put_off", lambda turns: {turn.lid for turn in turns})
-    with adamw(model, k=0.0, visit=1.0, stream=1.0) as opt:
+    with adamw(model, k=0.0, visit=1.0, offload_weights=1.0) as opt:
         train(model, opt, range(3), square_loss)
         full = Full(opt, 4, monkeypatch)
         train(model, opt, range(3, 6), square_loss)
@@ -349,7 +351,7 @@ def test_what_has_no_room_at_the_end_stays_in_host_memory(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, expected = perceptron(), perceptron()
-    with adamw(model, **STREAMED[0]) as opt, adamw(expected, k=1.0) as other:
+    with adamw(model, **OFFLOADED[0]) as opt, adamw(expected, k=1.0) as other:
         train(model, opt, range(3), square_loss)
         train(expected, other, range(3), square_loss)
         Full(opt, 0, monkeypatch)
@@ -368,10 +370,10 @@ def test_parameters_join_in_the_middle() -> None:
         model[2].requires_grad_(True)
         return losses + train(model, opt, range(3, 6), square_loss)
 
-    same_as_torch(run, make, groups_of=lambda model: [{"params": list(model.parameters())}], **STREAMED[0])
+    same_as_torch(run, make, groups_of=lambda model: [{"params": list(model.parameters())}], **OFFLOADED[0])
 
 
-def test_blocks_begin_and_end_to_be_streamed_as_plans_say() -> None:
+def test_blocks_begin_and_end_to_be_offloaded_as_plans_say() -> None:
     """Whoever updates them then, and whoever has read them before."""
     seen = set[tuple[int, ...]]()
 
@@ -381,16 +383,16 @@ def test_blocks_begin_and_end_to_be_streamed_as_plans_say() -> None:
             numbers += train(model, opt, [step], square_loss)
             numbers.append(sum(parameter.norm().item() for parameter in model.parameters()))
             if isinstance(opt, hytrain.AdamW):
-                seen.add(opt.statistics().streamed_layers)
+                seen.add(opt.statistics().offloaded_layers)
                 wait_for_coordinator(opt)
                 opt._engine._handover.wait()
         return numbers
 
-    same_as_torch(run, partial(perceptron, depth=8), policy="random", stream="auto")
+    same_as_torch(run, partial(perceptron, depth=8), policy="random", offload_weights="auto")
     assert len(seen) > 2
 
 
-def test_a_block_begins_to_be_streamed_before_a_graph_of_the_step_has_its_weights() -> None:
+def test_a_block_begins_to_be_offloaded_before_a_graph_of_the_step_has_its_weights() -> None:
     """Or that graph's backward would find no memory."""
 
     def penalty(model: nn.Module) -> Tensor:
@@ -399,7 +401,7 @@ def test_a_block_begins_to_be_streamed_before_a_graph_of_the_step_has_its_weight
     def run(model: nn.Module, opt: Any) -> list[float]:
         def plan(lids: set[int]) -> None:
             if isinstance(opt, hytrain.AdamW):
-                opt._engine._streaming.plan(lids)
+                opt._engine._offload.plan(lids)
 
         losses = []
         for step in range(9):
@@ -415,7 +417,7 @@ def test_a_block_begins_to_be_streamed_before_a_graph_of_the_step_has_its_weight
             losses.append(loss.item())
         return losses
 
-    same_as_torch(run, partial(perceptron, depth=6), k=0.0, stream=1.0)
+    same_as_torch(run, partial(perceptron, depth=6), k=0.0, offload_weights=1.0)
 
 
 def test_a_write_that_would_be_lost_is_refused() -> None:
@@ -429,16 +431,16 @@ def test_a_write_that_would_be_lost_is_refused() -> None:
         return loss
 
     model = perceptron()
-    with adamw(model, **STREAMED[0]) as opt:
+    with adamw(model, **OFFLOADED[0]) as opt:
         train(model, opt, range(2), square_loss)
-        with pytest.raises(UsageError, match=r"0\.0\.bias was written where HyTrain cannot see it.*leave stream out"):
+        with pytest.raises(UsageError, match=r"0\.0\.bias was written where HyTrain cannot see it.*or keep them there"):
             train(model, opt, range(2, 12), written)
 
 
-@pytest.mark.parametrize("stream", ["some", -0.1, 1.5, True])
-def test_a_share_that_is_none_is_refused(stream: Any) -> None:
-    with pytest.raises(ConfigError, match="stream is .*: a fraction in"):
-        hytrain.AdamW(perceptron(), k=0.0, stream=stream)
+@pytest.mark.parametrize("share", ["some", -0.1, 1.5, True])
+def test_a_share_that_is_none_is_refused(share: Any) -> None:
+    with pytest.raises(ConfigError, match="offload_weights is .*: a fraction in"):
+        hytrain.AdamW(perceptron(), k=0.0, offload_weights=share)
 
 
 # ---------------------------------------------------------------- models that are still elsewhere
@@ -450,11 +452,11 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [*STREAMED, {"k": 0.4, "stream": 0.5}, {"k": 0.0}], ids=str)
+@pytest.mark.parametrize("options", [*OFFLOADED, {"k": 0.4, "offload_weights": 0.5}, {"k": 0.0}], ids=str)
 def test_a_model_is_brought_to_the_device(
     options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the weights that are streamed. A frozen parameter comes along, and one that nobody trains."""
+    """Without the weights that are offloaded. A frozen parameter comes along, and one that nobody trains."""
 
     def make() -> nn.Module:
         model = perceptron(dtype=dtype)
@@ -469,7 +471,7 @@ def test_a_model_is_brought_to_the_device(
         model = make()
         groups = [{"params": [p for p in model.parameters() if p is not model[2][0].bias]}]
         with adamw(model, groups, **options, device="cpu") as opt:
-            if options.get("stream") == 1.0:
+            if options.get("offload_weights") == 1.0:
                 assert len(present(opt)) <= 2
             train(model, opt, range(4), square_loss)
             results.append(state(opt) | weights(model))
@@ -481,7 +483,7 @@ def test_a_model_is_where_it_was_if_it_cannot_be_trained(monkeypatch: pytest.Mon
     model, expected = perceptron(), weights(perceptron())
     monkeypatch.setattr(Handover, "start", refuse)
     with pytest.raises(CapacityError, match="no room"):
-        hytrain.AdamW(model, **STREAMED[0], device="cpu")
+        hytrain.AdamW(model, **OFFLOADED[0], device="cpu")
     assert differing(weights(model), expected) == []
 
 
@@ -554,7 +556,7 @@ class Ways(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["passed on", "in place", "inside", "queries", "outside", "a dataclass"])
-@pytest.mark.parametrize("options", STREAMED, ids=str)
+@pytest.mark.parametrize("options", OFFLOADED, ids=str)
 def test_backward_finds_the_weights_wherever_it_begins(options: dict[str, Any], way: str) -> None:
     def run(model: nn.Module, opt: Any) -> list[float]:
         losses = []
@@ -573,7 +575,7 @@ def test_backward_finds_the_weights_wherever_it_begins(options: dict[str, Any], 
 
 def test_gradients_of_inputs_alone_bring_few_blocks_at_once() -> None:
     model = perceptron(depth=8)
-    with adamw(model, **STREAMED[0]) as opt:
+    with adamw(model, **OFFLOADED[0]) as opt:
         train(model, opt, range(2), square_loss)
         x = vectors(0).requires_grad_()
         torch.autograd.grad(model(x).square().sum(), x)
@@ -588,12 +590,12 @@ def test_a_gradient_penalty() -> None:
             square_loss(model, 100)
         return square_loss(model, step) + gradient.square().mean()
 
-    same_as_torch(lambda model, opt: train(model, opt, range(6), penalized), **STREAMED[0])
+    same_as_torch(lambda model, opt: train(model, opt, range(6), penalized), **OFFLOADED[0])
 
 
 def test_what_is_written_into_a_state_dict_has_to_be_loaded() -> None:
     model, expected = perceptron(), perceptron()
-    with adamw(model, **STREAMED[0]) as opt, adamw(expected, k=1.0) as other:
+    with adamw(model, **OFFLOADED[0]) as opt, adamw(expected, k=1.0) as other:
         for one, optimizer in ((model, opt), (expected, other)):
             train(one, optimizer, range(2), square_loss)
             saved = one.state_dict()
@@ -613,9 +615,9 @@ def test_a_layer_stays_if_there_is_no_room_for_its_weights(monkeypatch: pytest.M
         raise torch.OutOfMemoryError
 
     model, expected = perceptron(), perceptron()
-    with adamw(model, policy="random", stream=1.0) as opt, adamw(expected, k=1.0) as other:
+    with adamw(model, policy="random", offload_weights=1.0) as opt, adamw(expected, k=1.0) as other:
         opt.synchronize()
-        monkeypatch.setattr(streaming.Streaming, "settle", refuse)
+        monkeypatch.setattr(offload.Offload, "settle", refuse)
         for step in range(30):
             train(model, opt, [step], square_loss)
             wait_for_coordinator(opt)
@@ -627,14 +629,14 @@ def test_a_layer_stays_if_there_is_no_room_for_its_weights(monkeypatch: pytest.M
 
 def test_a_forked_child_is_told() -> None:
     model = perceptron()
-    with adamw(model, **STREAMED[0]) as opt:
+    with adamw(model, **OFFLOADED[0]) as opt:
         train(model, opt, range(2), square_loss)
         opt.synchronize()
         if (child := os.fork()) == 0:
             try:
                 model[3][0].weight.norm()
             except UsageError as error:
-                os._exit(0 if "so are streamed weights: give the child model.state_dict()" in str(error) else 2)
+                os._exit(0 if "so are offloaded weights: give the child model.state_dict()" in str(error) else 2)
             finally:
                 os._exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -649,7 +651,7 @@ def test_closing_where_the_device_is_full_needs_no_more_host_memory(monkeypatch:
         return sum(512 * os.fstat(layer.arena._file.descriptor).st_blocks for layer in opt._session.layers)
 
     model, expected = perceptron(), perceptron()
-    with adamw(model, **STREAMED[0]) as opt, adamw(expected, k=1.0) as other:
+    with adamw(model, **OFFLOADED[0]) as opt, adamw(expected, k=1.0) as other:
         for one, optimizer in ((model, opt), (expected, other)):
             train(one, optimizer, range(3), square_loss)
             optimizer.synchronize()
@@ -661,7 +663,7 @@ def test_closing_where_the_device_is_full_needs_no_more_host_memory(monkeypatch:
 
 def test_state_that_was_read_outlives_the_optimizer() -> None:
     model = perceptron()
-    with adamw(model, **STREAMED[0]) as opt:
+    with adamw(model, **OFFLOADED[0]) as opt:
         train(model, opt, range(3), square_loss)
         read, expected = opt.state_dict()["state"], state(opt)
     found = {f"{plane}.{index}": value for index, entry in read.items() for plane, value in entry.items()}
@@ -681,8 +683,8 @@ def test_a_block_that_is_fetched_in_the_middle_of_an_update_comes_again(monkeypa
     late = set[int]()
     ours, theirs = perceptron(), perceptron()
     reference = Reference(theirs, lr=LR)
-    with adamw(ours, k=0.0, stream=1.0) as opt:
-        block = opt._session.layers[-1].streamed
+    with adamw(ours, k=0.0, offload_weights=1.0) as opt:
+        block = opt._session.layers[-1].block
         assert block is not None and len(block.layers) > 1
         first, last = block.layers[0], block.layers[-1]
         late.add(last.lid)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.model.blueprint import Planned, Unmade
-from hytrain.model.trained import Gate, StreamedBlock
+from hytrain.model.trained import Gate, OffloadedBlock
 from hytrain.tensors import allocate, free, has_memory, has_own_storage, is_distributed
 
 
-def streamed_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module]) -> list[StreamedBlock]:
-    """Those of `blocks`, in their order, that can be streamed. Gives their layers and gates the block.
+def offloadable_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module]) -> list[OffloadedBlock]:
+    """Those of `blocks`, in their order, that can be offloaded. Gives their layers and gates the block.
 
     A block that shares parameters with other modules, or memory with other tensors, is left out.
     """
@@ -24,7 +24,7 @@ def streamed_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Modul
             readers[layer.lid] = readers.get(layer.lid, 0) + 1
     gate_of = {id(reader): gate for reader, gate in gates}
     own = [gate_of[id(block)] for block in blocks if id(block) in gate_of]
-    return [_streamed(gate) for gate in own if _is_apart(gate, readers)]
+    return [_offloaded(gate) for gate in own if _is_apart(gate, readers)]
 
 
 def _is_apart(gate: Gate, readers: dict[int, int]) -> bool:
@@ -37,11 +37,11 @@ def _is_apart(gate: Gate, readers: dict[int, int]) -> bool:
     )
 
 
-def _streamed(gate: Gate) -> StreamedBlock:
-    block = StreamedBlock(gate, list({id(known): known for known in gate.parameters}.values()))
-    gate.streamed = block
+def _offloaded(gate: Gate) -> OffloadedBlock:
+    block = OffloadedBlock(gate, list({id(known): known for known in gate.parameters}.values()))
+    gate.block = block
     for layer in gate.layers:
-        layer.streamed = block
+        layer.block = block
     return block
 
 
