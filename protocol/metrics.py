@@ -1,7 +1,7 @@
 """The numbers of a run: one table of what a record of metrics.jsonl may have, with units and meanings.
 
-`workers/planning.py` and the loop fill records; report, web page, Prometheus and docs take their words from here. A
-loop may log further numbers under names of its own.
+`workers/planning/planning.py` and the loop fill records; report, web page, Prometheus and docs take their words from
+here. A loop may log further numbers under names of its own.
 """
 
 from __future__ import annotations

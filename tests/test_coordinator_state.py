@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from hytrain import planner
 from hytrain.planner import Limits, Profile
 from hytrain.planner.book import THREADS_EXPONENT
 from hytrain.run.ownership import OwnershipError
@@ -26,16 +25,11 @@ from workers.coordinator_state import CoordinatorState
 from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
 from workers.fleet import GATHER_STEPS, LATE_S
 from workers.heartbeats import Heartbeats
-from workers.plane_bytes import PlaneBytes
-from workers.planning import (
-    BESIDE_TRAINING,
-    CPU_PATIENCE_STEPS,
-    FADING_STEPS,
-    MARGIN_TO_OTHERS,
-    WARM_UP_STEPS,
-    Planning,
-    _Wanted,
-)
+from workers.planning import BESIDE_TRAINING, WARM_UP_STEPS, Planning
+from workers.planning.measured import CPU_PATIENCE_STEPS
+from workers.planning.plane_bytes import PlaneBytes
+from workers.planning.planning import _Wanted
+from workers.planning.room import MARGIN_TO_OTHERS
 from workers.records import LOG_PATIENCE_STEPS
 from workers.tracing import Tracing
 
@@ -359,7 +353,7 @@ def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
 
     def room(step: int, gpu_lids: tuple[int, ...], needed: int) -> int | None:
         driver.handle(report(step, gpu_lids, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed))
-        found = driver.planning._limits.gpu_state_bytes
+        found = driver.planning._room.limits.gpu_state_bytes
         assert found is not None
         return (found + waiting) // state
 
@@ -389,11 +383,11 @@ def test_layers_stay_if_no_memory_has_room_for_one_more(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.25, device="cuda", gpu_bytes=1 << 40)
     planning, whole = driver.planning, layout(TABLE.layers[0]).nbytes
     wanted = _Wanted(frozenset({1}), (0.0, 0.0), "asked", None)
-    planning._limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=3 * whole)
+    planning._room.limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=3 * whole)
     [note] = planning._propose(wanted, 9)
     assert isinstance(note, Note) and "no room to move any" in note.text and planning.reason == note.text
     assert planning._propose(wanted, 9) == [], "it is told once"
-    planning._limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=4 * whole)
+    planning._room.limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=4 * whole)
     assert len(planning._propose(wanted, 9)) == 3 and planning.reason.startswith("first what there is room for")
 
 
@@ -401,7 +395,7 @@ def test_layers_that_are_beyond_their_bounds_can_leave(driver: Driver) -> None:
     """The GPU has less room than its layers take by now, so one goes to the host."""
     driver.start(policy="fixed", k=0.5, device="cuda", gpu_bytes=1 << 40)
     planning = driver.planning
-    planning._limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=None)
+    planning._room.limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=None)
     _, to_trainer, _ = planning._propose(_Wanted(frozenset({0}), (0.0, 0.0), "so", None), 9)
     assert isinstance(to_trainer, Send) and on_gpu(to_trainer.message.places) == (0,)
 
@@ -431,7 +425,7 @@ def test_what_comes_to_the_gpu_waits_for_what_leaves(driver: Driver, room_for_bo
     if not room_for_both:
         assert (on_gpu(plan.places), plan.places.offloaded) == ((0,), {2, 3}) and "first what there is" in plan.reason
         driver.hold(plan, moved=0)
-        driver.planning.k = 0.0  # the rest of that plan comes, not another one
+        driver.planning.wishes.k = 0.0  # the rest of that plan comes, not another one
         plan = asked(12, plan)
     assert (on_gpu(plan.places), plan.places.offloaded) == ((0, 1), {2, 3})
 
@@ -455,10 +449,10 @@ def test_planes_give_way_to_others_who_take_host_memory(driver: Driver) -> None:
     found, usable = [], {"gpu_usable_bytes": 1 << 40, "gpu_needed_bytes": 0}
     for step, free in enumerate((5, -1, -MARGIN_TO_OTHERS, None, 7), WARM_UP_STEPS):
         driver.handle(report(step, host_free_bytes=free, **usable))
-        found.append((driver.planning._limits.host_bytes or 0) - planes)
+        found.append((driver.planning._room.limits.host_bytes or 0) - planes)
     assert found == [5, 0, 0, 0, 7]
     driver.handle(report(step + 1, host_free_bytes=9, moving=True, **usable))
-    assert driver.planning._limits.host_bytes == planes + 7
+    assert driver.planning._room.limits.host_bytes == planes + 7
     plan = driver.plan(report(step + 2, host_free_bytes=-MARGIN_TO_OTHERS - 1, **usable))
     assert len(on_gpu(plan.places)) == LAYERS and "host memory" in plan.reason
 
@@ -472,8 +466,8 @@ def test_activations_take_host_memory_that_planes_cannot_have(driver: Driver) ->
     for step, (nbytes, free) in enumerate(reports, WARM_UP_STEPS):
         done = report(step, activation_bytes=nbytes, host_free_bytes=free, **usable)
         driver.handle(done)
-        found.append(driver.planning._limits.host_bytes)
-        expected = planes + nbytes + driver.planning._process_bytes
+        found.append(driver.planning._room.limits.host_bytes)
+        expected = planes + nbytes + driver.planning._room._process_bytes
         assert driver.planning.record(done)["predicted_host_bytes"] == expected
     assert found == [(1 << 40) - 100, (1 << 40) - 100, (1 << 40) - 130, planes + 5, planes + 15]
     profile = driver.planning._profile()
@@ -788,11 +782,13 @@ def test_after_a_change_of_threads_a_plan_waits_for_the_cpus_times(driver: Drive
     assert driver.sent(report(2, measured=None)) == []
     if told:
         driver.handle(cpu_report(2, 10.0, ALL, threads=1))
-        assert driver.planning._awaits_cpu_times(), "they are taken in once their step was measured"
+        assert driver.planning._measured.awaits_cpu_times(2), "they are taken in once their step was measured"
         assert len(on_gpu(driver.plan(report(3, measured=2)).places)) > 0
     else:
         waited = [driver.sent(report(step)) for step in range(3, 3 + CPU_PATIENCE_STEPS)]
-        assert waited == [[]] * CPU_PATIENCE_STEPS and not driver.planning._awaits_cpu_times()
+        assert waited == [[]] * CPU_PATIENCE_STEPS and not driver.planning._measured.awaits_cpu_times(
+            2 + CPU_PATIENCE_STEPS
+        )
 
 
 @pytest.mark.parametrize("continues", [True, False])
@@ -809,8 +805,8 @@ def test_commands_and_clipping_are_remembered_while_the_same_training_goes_on(dr
     driver.handle(TRAINERS)
     plan = driver.plan(OPTIMIZERS, OPTIMIZER)
     assert (plan.policy == "fixed" and plan.k == 1.0) is continues
-    assert driver.planning.objective == ("gpu-memory" if continues else "speed")
-    assert driver.planning._clipped.value == (pytest.approx(1.0, abs=0.2) if continues else 0.0)
+    assert driver.planning.wishes.objective == ("gpu-memory" if continues else "speed")
+    assert driver.planning.mode._clipped.value == (pytest.approx(1.0, abs=0.2) if continues else 0.0)
 
 
 def test_a_record_waits_for_the_loops_own_numbers(driver: Driver) -> None:
@@ -935,7 +931,7 @@ def test_a_status_says_what_each_plane_takes(driver: Driver, awaits_verdict: boo
     assert driver.status().device_planes == {**device, "weights": 3 * 2 * numel, "window": 700, "ring": 900}
     driver.handle(m.Log(step=1, numbers={}))
     [record] = driver.records
-    assert sum(status.host_planes.values()) == record["predicted_host_bytes"] - driver.planning._process_bytes
+    assert sum(status.host_planes.values()) == record["predicted_host_bytes"] - driver.planning._room._process_bytes
 
 
 def test_planes_are_those_of_the_rule() -> None:
@@ -1231,7 +1227,7 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
     def room(step: int, places: Places, needed: int, waited: int = 0) -> int | None:
         where: dict[str, Any] = {"places": places, "waited_bytes": waited}
         driver.handle(report(step, **where, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed))
-        return driver.planning._limits.gpu_state_bytes
+        return driver.planning._room.limits.gpu_state_bytes
 
     def for_visits() -> int:
         profile = driver.planning._profile()
@@ -1245,7 +1241,7 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
     assert [room(step, cpu, 20 * state + ring) for step in (3, 4, 5)] == [80 * state - waiting - ring] * 3
     for step, waited, more in ((6, 3000, 2000), (7, 6000, 0), (8, 1000, 0)):
         room(step, cpu, 20 * state + ring, waited)
-        assert for_visits() == more == driver.planning._bytes_of(cpu.moved({1}, VISIT))[0]
+        assert for_visits() == more == driver.planning._room.bytes_of(cpu.moved({1}, VISIT))[0]
     room(9, cpu, 20 * state + ring + 1, 1000)
     assert for_visits() == 4000, "another peak, with less of them in it"
     on_gpu = placed((0,))
@@ -1256,7 +1252,7 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
 
 def test_what_awaits_a_verdict_is_not_what_visits_hold(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.0, gpu_bytes=1 << 40, ring_bytes=7, hold_bytes=50, **CLIPPED)
-    assert driver.planning._for_visits_bytes == 7
+    assert driver.planning._room.for_visits_bytes == 7
 
 
 @pytest.mark.parametrize("is_late", [True, False])
@@ -1292,10 +1288,10 @@ def test_steps_under_other_offloaded_weights_say_nothing_of_the_present_ones(dri
     for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 3):
         driver.handle(cpu_report(step, 1e-3, lids=ALL))
         driver.handle(report(step, places=placed(()).offload(set(ALL)), measured=step))
-    counted = {shares: found.count for shares, found in driver.planning._residuals.items()}
+    counted = {shares: found.ratio.count for shares, found in driver.planning._tried._steps.items()}
     assert list(counted.values()) == [3]
     driver.handle(report(step + 1, measured=step))
-    assert {shares: found.count for shares, found in driver.planning._residuals.items()} == counted
+    assert {shares: found.ratio.count for shares, found in driver.planning._tried._steps.items()} == counted
 
 
 def test_what_is_known_of_short_visits_beside_many_copies_never_shrinks(driver: Driver) -> None:
@@ -1318,8 +1314,8 @@ def test_what_is_known_of_short_visits_beside_many_copies_never_shrinks(driver: 
 
 def test_visits_need_room_besides_what_is_placed(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40, ring_bytes=1000, hold_bytes=5000)
-    assert driver.planning._bytes_of(placed(()))[0] == 0
-    assert driver.planning._bytes_of(placed(()).moved({1}, VISIT))[0] == 6000
+    assert driver.planning._room.bytes_of(placed(()))[0] == 0
+    assert driver.planning._room.bytes_of(placed(()).moved({1}, VISIT))[0] == 6000
 
 
 def test_how_far_steps_miss_the_simulation_is_remembered_by_shares(driver: Driver) -> None:
@@ -1329,27 +1325,8 @@ def test_how_far_steps_miss_the_simulation_is_remembered_by_shares(driver: Drive
         driver.handle(report(step, step_s=0.5, stall_s=0.3))  # the CPU is late, but not by so much
     planning = driver.planning
     assert planning.predicted_step_s is not None
-    assert planning._residuals.keys() == {(0.0, 0.0)}
-    assert planning._residuals[0.0, 0.0].value == pytest.approx(0.5 / planning.predicted_step_s, rel=0.05)
-    assert planning._known_steps == {(0.0, 0.0): pytest.approx(0.5)}
-    planning._shares = (0.5, 0.0)
-    assert planning._known_steps == {(0.0, 0.0): pytest.approx(1.05 * 0.5)}, "they were left"
-    later = WARM_UP_STEPS + 30 + FADING_STEPS
-    planning._step = later
-    assert not planning._known_steps, "the machine may have changed"
-    planning._shares = (0.0, 0.0)
-    slow = planner.Ewma(value=3.0, count=5, spread=0.4)
-    planning._residuals[0.5, 0.0], planning._tried_at[0.5, 0.0] = slow, later - FADING_STEPS
-    planning._step = later
-    usual = planning._residuals[0.0, 0.0].value
-    assert usual is not None
-    assert planning._known_residuals[0.0, 0.0] == usual
-    assert planning._known_residuals[0.5, 0.0] == pytest.approx(usual + (3.2 - usual) / 2), (
-        "steps scatter, and the machine may have changed"
-    )
-    planning._tried_at[0.5, 0.0], planning._step = 10 * FADING_STEPS, 20 * FADING_STEPS
-    assert planning._known_residuals[0.5, 0.0] == pytest.approx(usual + (3.2 - usual) / 2), "longer, later in a run"
-    planning._residuals[0.5, 0.0].count = 2
-    assert (0.5, 0.0) not in planning._known_residuals, "too few steps to tell"
+    known = planning._tried.residuals((0.0, 0.0), planning._step)
+    assert known == {(0.0, 0.0): pytest.approx(0.5 / planning.predicted_step_s, rel=0.05)}
+    assert planning._tried.steps_s((0.0, 0.0), planning._step) == {(0.0, 0.0): pytest.approx(0.5)}
     driver.ask("threads", "2")
-    assert not planning._known_residuals
+    assert not planning._tried.residuals((0.0, 0.0), planning._step)

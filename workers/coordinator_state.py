@@ -243,7 +243,7 @@ class CoordinatorState:
             host_planes=planes[0],
             device_planes=planes[1],
             plan=planning.plan if planning is not None else None,
-            policy=planning.policy if planning is not None else "",
+            policy=planning.wishes.policy if planning is not None else "",
             reason=planning.reason if planning is not None else "",
             ranks=self._ranks(),
             no_timeline=self.no_timeline,

@@ -1,0 +1,75 @@
+"""What the user wants of plans: at the start, and by commands that a monitor sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from protocol import messages as m
+
+MAX_THREADS: Final = 9999
+
+
+class Wishes:
+    """`k`: None where it is to be chosen. `threads`: None until they are commanded."""
+
+    def __init__(self, table: m.LayerTable) -> None:
+        self._table = table
+        self.policy, self.k, self.objective = table.policy, table.k, table.objective
+        self.threads: int | None = None
+
+    def continue_from(self, before: Wishes) -> None:
+        self.policy, self.k, self.objective = before.policy, before.k, before.objective
+        self.threads = before.threads
+
+    @property
+    def shares(self) -> tuple[float | None, float | None]:
+        """The shares of visits and of offloaded weights; None if they are to be chosen."""
+        if self.policy == "deadline" and self._table.visit is None:
+            return None, self._table.offload_weights
+        return self._table.visit or 0.0 if self.policy == "fixed" else 0.0, self._table.offload_weights
+
+    def set(self, name: str, value: str) -> None:
+        """Carry out one of `COMMANDS`. ValueError, which says what to do, if it cannot be; then nothing has changed."""
+        if name not in COMMANDS:
+            raise ValueError(f"unknown command {name!r}; known: {', '.join(COMMANDS)}")
+        COMMANDS[name](self, value)
+
+    def _set_k(self, value: str) -> None:
+        if value == "auto":
+            self.k, self.policy = None, "deadline" if self.policy == "fixed" else self.policy
+            return
+        try:
+            k = float(value)
+        except ValueError:
+            k = math.nan
+        if not 0.0 <= k <= 1.0:
+            raise ValueError(f'k is {value!r}: give a number in [0, 1], or "auto"')
+        self.k, self.policy = k, "fixed"
+
+    def _set_policy(self, value: str) -> None:
+        if value not in m.POLICIES:
+            raise ValueError(f"policy {value!r} is unknown; known: {', '.join(m.POLICIES)}")
+        if value == "fixed" and self.k is None:
+            raise ValueError('policy "fixed" needs a k: set k instead, as in k=0.3')
+        self.policy, self.k = value, self.k if value == "fixed" else None
+
+    def _set_objective(self, value: str) -> None:
+        if value not in m.OBJECTIVES:
+            raise ValueError(f"objective {value!r} is unknown; known: {', '.join(m.OBJECTIVES)}")
+        self.objective = value
+
+    def _set_threads(self, value: str) -> None:
+        if not value.isdecimal() or len(value) > len(str(MAX_THREADS)) or int(value) < 1:
+            raise ValueError(f"threads is {value!r}: give a number from 1 to {MAX_THREADS}")
+        self.threads = int(value)
+
+
+#: The commands that a monitor may send.
+COMMANDS: Final[dict[str, Callable[[Wishes, str], None]]] = {
+    "k": Wishes._set_k,
+    "policy": Wishes._set_policy,
+    "objective": Wishes._set_objective,
+    "threads": Wishes._set_threads,
+}

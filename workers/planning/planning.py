@@ -1,0 +1,404 @@
+"""One trainer's plans: what is measured and agreed on, and what follows from it.
+
+LayerTable ─▶ Calibration ×2 ─▶ first plan ─▶ Plan to both ─ PlanAck ×2 ─▶ Reassign ─▶ PlanApplied
+TrainerReport, OptimizerReport ─▶ measurements ─▶ decide, every `replan_every` steps ─▶ the next plan
+commands: k, policy, objective, threads ─▶ the next plan at once
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+from hytrain import planner
+from hytrain.planner import Infeasible, Profile
+from hytrain.run.ownership import PlanLedger
+from protocol import messages as m
+from protocol.address import Address
+from protocol.handles import Precision
+from protocol.placement import CPU, Places
+from workers.effects import Command, Note, Send
+from workers.planning.commands import Wishes
+from workers.planning.facts import facts
+from workers.planning.measured import Measured, Step
+from workers.planning.mode import Mode
+from workers.planning.plane_bytes import PlaneBytes
+from workers.planning.room import Room
+from workers.planning.tried import Shares, Tried
+
+HORIZON_STEPS: Final = 200
+MIN_GAIN: Final = 0.01
+#: Why layers stay where they are, whatever they should do.
+NO_PLAN, NO_ROOM = "no plan fits", "layers stay, since there is no room to move any"
+#: Beside training, the CPU's updates take so many times as long as in its calibration. Measured on H200 hosts: 1.2 to
+#: 1.55. Until there are updates to measure, plans should not count on more.
+BESIDE_TRAINING: Final = 1.35
+#: On device "cpu", the trainer's own update stands in for the GPU's. It takes as long as the optimizer's.
+CPU_RATES: Final = planner.Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
+
+
+class _Wanted(NamedTuple):
+    """What a plan is to bring: the layers that the GPU owns, the shares of visits and of offloaded weights."""
+
+    gpu_lids: frozenset[int]
+    shares: Shares
+    reason: str
+    predicted_step_s: float | None
+
+
+class Planning:
+    """One trainer's layers: their placements, the measurements, and what the user wants."""
+
+    def __init__(self, table: m.LayerTable, rank: int, *, replan_every: int) -> None:
+        self.table = table
+        self._trainer, self._optimizer = Address("trainer", rank), Address("optimizer", rank)
+        self._replan_every = replan_every
+        self.positions = [layer.position for layer in table.layers]
+        self._facts = [facts(layer, table) for layer in table.layers]
+        self._offloadable = frozenset(lid for block in table.blocks for lid in block)
+        rates = CPU_RATES if table.device == "cpu" else None
+        self._book = planner.MeasurementBook(
+            self._facts, rates=rates, awaits_verdict=table.awaits_verdict, ranks=table.world
+        )
+        self._measured = Measured(self._book)
+        self._ledger = PlanLedger(Places((CPU.name,) * len(table.layers)))
+        self._plane_bytes = PlaneBytes(table)
+        self.wishes, self.mode = Wishes(table), Mode(table, self._optimizer)
+        self._room, self._tried = Room(table, self._facts), Tried()
+        self._shares = self._planned = (0.0, 0.0)  # those that are in effect, and those of the last plan
+        self._offloaded: frozenset[int] = frozenset()  # as last reported
+        self._uncalibrated = {self._trainer, self._optimizer}
+        self._step = -1
+        self._planned_at: int | None = None  # None: plan as soon as possible
+        self._plan: m.Plan | None = None
+        self._rest: _Wanted | None = None  # what was planned with it, and has no room before
+        self.reason = ""
+        self._came: str | None = None  # the reason of a plan that has taken effect since the last record
+        self.predicted_step_s: float | None = None
+        self.moved = 0
+
+    @property
+    def places(self) -> Places:
+        """Those in effect. Weights rest where they did when that was last reported."""
+        return self._ledger.places.offload(self._offloaded)
+
+    @property
+    def plan(self) -> m.Plan | None:
+        """The newest plan, whether it is in effect or not."""
+        return self._plan
+
+    @property
+    def plane_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Bytes by plane in host memory, and on the trainer's device."""
+        return self._plane_bytes.of(self.places)
+
+    # ------------------------------------------------------------ before the first step
+
+    def continue_from(self, before: Planning) -> None:
+        """Continue the same training with other layers: keep its commands and its share of clipped steps."""
+        self.wishes.continue_from(before.wishes)
+        self.mode.continue_from(before.mode)
+
+    def rejoin(self, message: m.Rejoin) -> None:
+        """Go on with a trainer that has trained before, under a coordinator that has died."""
+        self._ledger = PlanLedger.after(message.plan, message.places, holds=message.holds)
+        self._plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
+        self.moved, self.mode.skipped = message.moved, message.skipped
+        self._planned, self._shares = self._shares_of(message.plan.places), self._shares_of(message.places)
+        self._step = message.step - 1
+        self._measured.rejoin(message.step)
+        self.mode.is_told = False
+        self.on_calibration(self._trainer, message.calibration)
+
+    def begin(self) -> list[Command]:
+        """Forward the table to the optimizer, which needs it before the first plan."""
+        return [Send(self._optimizer, replace(self.table, threads=self.wishes.threads))]
+
+    def on_calibration(self, sender: Address, calibration: m.Calibration) -> list[Command]:
+        """Once both have calibrated, propose the first plan, or send the trainer a `Failure` if none fits."""
+        if self.table.device != "cpu" and calibration.cpu_update_s is not None:
+            calibration = replace(calibration, cpu_update_s=BESIDE_TRAINING * calibration.cpu_update_s)
+        self._book.calibrate(**asdict(calibration))
+        self._uncalibrated.discard(sender)
+        if self._uncalibrated or self._ledger.next_id:
+            return []
+        try:
+            limits, (visit, offload) = self._room.limits, self.wishes.shares
+            if visit is None:  # which takes no host memory for gradients
+                visit = float(sum(fact.host_bytes for fact in self._facts) > (limits.host_bytes or math.inf))
+            shares = visit, 1.0 if offload is None else offload  # lean, until steps are measured
+            lids = planner.first_lids(
+                self._facts,
+                limits,
+                self.wishes.k,
+                visit=shares[0],
+                offload=shares[1],
+                window_bytes=self.table.window_bytes,
+                for_visits_bytes=self._room.for_visits_bytes,
+            )
+        except Infeasible as error:
+            failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
+            return [Note(f"{NO_PLAN}: {error}"), Send(self._trainer, failure)]
+        return self._propose(_Wanted(lids, shares, "the first plan, before a step is measured", None), 0)
+
+    # ------------------------------------------------------------ measurements
+
+    def on_positions(self, positions: tuple[int, ...]) -> None:
+        self.positions = list(positions)
+        self._book.reorder(dict(enumerate(positions)))
+
+    def on_trainer(self, report: m.TrainerReport, *, is_late: bool = False) -> list[Command]:
+        """A step is over: take in what was measured, in this step or an earlier one.
+
+        If the report is late, nothing is planned from it: the coordinator has to catch up, and a plan would come late.
+        """
+        if len(report.places) != len(self._facts) or not self._offloadable.issuperset(report.places.offloaded):
+            raise ValueError(f"a report on {len(report.places)} layers, where there are {len(self._facts)}")
+        self._step, self._offloaded = report.step, report.places.offloaded
+        if (usual := self._measured.on_trainer(report, is_late=is_late)) is not None:
+            self._note_residual(usual)
+        self._book.activation_bytes = report.activation_bytes  # which take their time on the link
+        is_moving = report.moving or self._ledger.busy
+        self._room.heed(report, is_warm=self._measured.is_warm(report.step), is_moving=is_moving)
+        return [] if is_late else self._replan()
+
+    def _note_residual(self, step: Step) -> None:
+        """How long the step took, relative to what is simulated for it, if that is for what is in effect now.
+
+        The CPU's pace in this step is known, so that it is simulated with that.
+        """
+        profile = self._profile()
+        if profile is None or step.places != self.places:
+            return
+        usual_s = planner.simulate(profile, step.places.gpu).cpu_busy_s
+        pace = step.cpu_busy_s / usual_s if usual_s and step.cpu_busy_s else 1.0
+        simulated_s = self._simulated_s(profile.with_cpu(pace), step.places.gpu)
+        if step.duration_s and simulated_s:
+            self._tried.note(self._shares, self._step, step_s=step.duration_s, simulated_s=simulated_s)
+
+    def on_optimizer(self, report: m.OptimizerReport) -> None:
+        self._measured.on_optimizer(report)
+
+    def on_verdict(self, verdict: m.Verdict) -> None:
+        self.mode.on_verdict(verdict)
+
+    # ------------------------------------------------------------ plans
+
+    def _replan(self) -> list[Command]:
+        """Decide again, if it is time and no plan is being agreed on."""
+        every = 1 if self.wishes.policy == "random" else self._replan_every
+        due = self._planned_at is None or self._rest is not None or self._step - self._planned_at >= every
+        profile = self._profile() if due and not self._ledger.busy else None
+        if profile is None or self._uncalibrated:
+            return []
+        if self.places.cpu and self._measured.awaits_cpu_times(self._step):
+            return []
+        if not self._room.is_known and self.wishes.policy != "random":
+            return []
+        self._planned_at = self._step
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            return self._propose(rest, self._step + 2)
+        current, policy, (visit, offload) = self.places.gpu, self.wishes.policy, self.wishes.shares
+        plan = partial(
+            planner.decide,
+            policy,
+            limits=self._room.limits,
+            fixed_k=self.wishes.k,
+            current=current,
+            horizon_steps=HORIZON_STEPS,
+            min_gain=MIN_GAIN,
+            objective=self.wishes.objective,
+            visit=visit,
+            offload=offload,
+            residuals=self._tried.residuals(self._shares, self._step),
+            steps_s=self._tried.steps_s(self._shares, self._step),
+            seed=self._step,
+        )
+        try:
+            decision, commands = self.mode.decide(policy, profile, current, plan, seed=self._step)
+        except Infeasible as error:
+            return self._told(NO_PLAN, str(error))
+        self.predicted_step_s = self._simulated_s(profile, current)
+        if not decision.changed:
+            self.reason = decision.reason
+            return commands
+        shares = decision.visit, decision.offload
+        wanted = _Wanted(decision.gpu_lids, shares, decision.reason, decision.predicted_step_s)
+        return commands + self._propose(wanted, self._step + 2)
+
+    def _told(self, what: str, why: str) -> list[Command]:
+        """Layers stay, for this reason: a note, unless the last attempt had it too."""
+        was_told, self.reason = self.reason.startswith(what), f"{what}: {why}"
+        return [] if was_told else [Note(self.reason)]
+
+    def _shares_of(self, places: Places) -> tuple[float, float]:
+        numel = sum(fact.numel for fact in self._facts)
+        visiting, resting = (
+            sum(self._facts[lid].numel for lid in lids) / numel for lids in (places.visiting, places.offloaded)
+        )
+        return visiting, resting
+
+    def _profile(self) -> Profile | None:
+        """The book's, with the present shares."""
+        profile, (visit, offload) = self._book.profile(), self._shares
+        if profile is None:
+            return None
+        return replace(
+            profile,
+            visit=visit,
+            offload=offload,
+            window_bytes=self.table.window_bytes,
+            for_visits_bytes=self._room.for_visits_bytes,
+            hold_bytes=self.table.hold_bytes,
+        )
+
+    def _propose(self, wanted: _Wanted, step: int) -> list[Command]:
+        gpu_lids, shares, reason, predicted_s = wanted
+        now, whole = self.places, self._placed(gpu_lids, *shares, step)
+        has_room = partial(self._room.is_enough_for, now)
+        places = whole if self._plan is None else planner.first_part(self._facts, now, whole, has_room)
+        self._rest = None
+        if places != whole:
+            if places == now:
+                return self._told(NO_ROOM, reason)
+            self._rest = None if self.wishes.policy == "random" else wanted
+            predicted_s = None
+            reason = f"first what there is room for; {reason}"
+        is_as_wanted = self.wishes.policy != "random" and places == whole
+        self._planned = shares if is_as_wanted else self._shares_of(places)
+        plan = self._plan = self._ledger.propose(
+            m.Plan(
+                plan_id=self._ledger.next_id,
+                step=step,
+                places=places,
+                k=places.gpu_fraction([layer.numel for layer in self.table.layers]),
+                policy=self.wishes.policy,
+                reason=reason,
+                predicted_step_s=predicted_s,
+            )
+        )
+        self.reason = reason
+        count = len(places.gpu)
+        note = Note(f"plan {plan.plan_id} for step {step}: k={plan.k:.3f}, {count} layers on the GPU: {reason}")
+        return [note, Send(self._trainer, plan), Send(self._optimizer, plan)]
+
+    def _placed(self, gpu_lids: frozenset[int], visit: float, offload: float, step: int) -> Places:
+        """The GPU owns these layers. The CPU updates the others, except for those that visit the GPU."""
+        facts = [replace(fact, position=self.positions[fact.lid]) for fact in self._facts]
+        order = planner.Order(facts)
+        if self.wishes.policy == "random" and self.table.offload_weights is None:
+            offloaded = planner.drawn_offloads(facts, gpu_lids, step)
+        else:
+            offloaded = order.offloaded(gpu_lids, offload)
+        if self.wishes.policy == "random":
+            visiting = planner.drawn_visits(facts, gpu_lids, step)
+        else:
+            visiting = order.visiting(gpu_lids, offloaded, visit)
+        return Places.chosen(len(facts), gpu_lids, visiting, offloaded)
+
+    def on_ack(self, sender: Address, ack: m.PlanAck) -> list[Command]:
+        reassign = self._ledger.on_ack(sender.role, ack)
+        if not ack.accepted:
+            self._rest = None
+        if reassign is not None:
+            return [Send(self._trainer, reassign)]
+        return [] if ack.accepted else [Note(f"{sender} refuses plan {ack.plan_id}: {ack.reason}")]
+
+    def on_applied(self, applied: m.PlanApplied) -> list[Command]:
+        self._ledger.on_applied(applied)
+        as_planned = self._plan is not None and applied.places == self._plan.places  # it had room
+        self._shares = self._planned if as_planned else self._shares_of(applied.places)
+        self._rest = self._rest if as_planned else None
+        self.moved += applied.moved
+        if self._plan is not None and self._plan.plan_id == applied.plan_id:
+            self._came = self._plan.reason
+        if applied.moved:
+            self._measured.moved(applied.step)
+        waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
+        note = Note(
+            f"plan {applied.plan_id} in effect from step {applied.step} on: moved {applied.moved} layers, {waited}"
+        )
+        mode = self.mode.on_applied(as_planned=as_planned)
+        self.predicted_step_s = self._predicted(applied.places)
+        return [note, *mode]
+
+    def _predicted(self, places: Places) -> float | None:
+        """The predicted step time. The placements differ from the plan's if the GPU had no room for all of it."""
+        if self._plan is not None and places == self._plan.places:
+            return self._plan.predicted_step_s
+        profile = self._profile()
+        return None if profile is None else self._simulated_s(profile, places.gpu)
+
+    def _simulated_s(self, profile: Profile, gpu_lids: frozenset[int]) -> float:
+        return planner.simulate(self.mode.of(profile), gpu_lids).step_s
+
+    # ------------------------------------------------------------ commands
+
+    def command(self, name: str, value: str) -> tuple[m.CommandReply, list[Command]]:
+        """Carry out one of `COMMANDS`: the reply, and what follows from it. A refusal changes nothing."""
+        try:
+            self.wishes.set(name, value)
+        except ValueError as error:
+            return m.CommandReply(ok=False, text=str(error)), []
+        self._planned_at = self._rest = None
+        commands = self._change_threads(self.wishes.threads) if name == "threads" and self.wishes.threads else []
+        return m.CommandReply(ok=True, text=f"{name}={value} from the next plan on"), commands
+
+    def _change_threads(self, threads: int) -> list[Command]:
+        if self._measured.change_threads(threads, self._step):
+            self._tried.forget()
+        return [Send(self._optimizer, m.SetThreads(threads=threads))]
+
+    def record(self, report: m.TrainerReport) -> dict[str, Any]:
+        """A step's record for metrics.jsonl. `cpu_busy_s` is of the step before: the CPU may still work on this one."""
+        several = {} if self.table.world == 1 else {"rank": self.table.rank, "gather_s": report.gather_s}
+        news, self._came = {} if self._came is None else {"reason": self._came}, None
+        return {
+            **several,
+            "step": report.number,
+            "wall_time": report.wall_time,
+            "at_s": report.at_s,
+            "step_s": report.step_s,
+            "stall_s": report.stall_s,
+            "cpu_busy_s": self._measured.cpu_busy_s(report.step - 1),
+            "threads": self._measured.threads,
+            "k": report.k,
+            "gpu_layers": len(report.places.gpu),
+            "visiting_layers": len(report.places.visiting),
+            "offloaded_layers": len(report.places.offloaded),
+            "to_device_bytes": report.to_device_bytes,
+            "to_host_bytes": report.to_host_bytes,
+            "moved": self.moved,
+            **news,
+            "policy": self.wishes.policy,
+            "objective": self.wishes.objective,
+            "mode": self.mode.name,
+            **_precision(self.table),
+            "predicted_step_s": self.predicted_step_s,
+            **({"skipped_steps": self.mode.skipped} if self.table.awaits_verdict else {}),
+            **_shared(report.cotrained),
+            "gpu_peak_bytes": report.gpu_needed_bytes,
+            **self._room.predicted(report),
+        }
+
+    def check(self) -> None:
+        self._ledger.check()
+        self._measured.check()
+        self.mode.check()
+
+
+def _precision(table: m.LayerTable) -> dict[str, Any]:
+    segments = [segment for layer in table.layers for segment in layer.segments]
+    lone = any(segment.master_dtype == "bfloat16" for segment in segments)
+    return Precision(segments[0].state_dtype, "bfloat16" if lone else "float32")._asdict()
+
+
+def _shared(cotrained: m.CoTrained | None) -> dict[str, Any]:
+    """What a record has of how the batch was shared."""
+    if cotrained is None:
+        return {}
+    times = {"gpu_part_s": cotrained.gpu_part_s, "cpu_part_s": cotrained.cpu_part_s}
+    return {"cpu_parts": cotrained.cpu_parts, **{name: value for name, value in times.items() if value is not None}}

@@ -1,0 +1,145 @@
+"""What memory there is for placements, on the GPU and on the host.
+
+    TrainerReport ─ heed ─▶ what steps need besides what is placed ─▶ limits ─▶ planner
+    now, then ─ is_enough_for ─▶ whether both fit at once
+
+The peak of all steps is reported. If it has grown, it is this step's. If not, it may be of a time when more was placed
+on the GPU than now; or of state on its way there, which is counted by now, once whole steps have passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from hytrain.planner import LayerFacts, Limits
+from protocol import messages as m
+from protocol.handles import layout
+from protocol.placement import Places
+from workers.planning.facts import on_gpu_bytes, on_host_bytes
+
+#: The peak of a step with new placements is that of the second step, if they came in the middle of the first.
+WHOLE_STEPS: Final = 2
+#: The gradients of so many more layers may wait on the GPU in one step than in another.
+WAITING_LAYERS: Final = 2
+#: Beside planes, a trainer with CUDA and its optimizer take so much host memory. Measured on an H200 host: 1.6 to
+#: 2.2 GB in five of six runs, 0.2 in the other.
+PROCESS_BYTES: Final = 1_800_000_000
+#: Of the host's memory, other programs may take so much of what is left to them before planes give way.
+MARGIN_TO_OTHERS: Final = 3 << 29
+
+
+class Room:
+    """The memory of one trainer's placements. `limits`: for state, and on the GPU for weights that can be offloaded."""
+
+    def __init__(self, table: m.LayerTable, facts: Sequence[LayerFacts]) -> None:
+        self._table, self._facts = table, facts
+        self._offloadable = frozenset(lid for block in table.blocks for lid in block)
+        self.limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
+        self._process_bytes = 0 if table.device == "cpu" else PROCESS_BYTES
+        self._waiting_bytes = WAITING_LAYERS * max(layout(one).plane_nbytes["grads"] for one in table.layers)
+        self._activation_bytes = 0  # in host memory
+        # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
+        self._needed_bytes = self._for_steps_bytes = 0
+        self._placed_bytes: int | None = None
+        self._same_steps = WHOLE_STEPS
+        self._has_ring = False  # for visits, on the GPU
+        self._waited_bytes = 0  # gradients that waited for visits in a step that needed no more than `_for_steps_bytes`
+
+    @property
+    def is_known(self) -> bool:
+        """Whether what steps need beside what has just been placed is known already."""
+        return self._same_steps >= WHOLE_STEPS
+
+    @property
+    def for_visits_bytes(self) -> int:
+        """What visits may take besides what steps were seen to need.
+
+        That is the ring of slots, until it was made; and gradients and offloaded weights, of which more may wait than
+        did then. What awaits a verdict is counted layer by layer.
+        """
+        ring_bytes = 0 if self._has_ring else self._table.ring_bytes
+        hold_bytes = 0 if self._table.awaits_verdict else self._table.hold_bytes
+        return ring_bytes + max(0, hold_bytes - self._waited_bytes)
+
+    # ------------------------------------------------------------ measurements
+
+    def heed(self, report: m.TrainerReport, *, is_warm: bool, is_moving: bool) -> None:
+        """Take in what a step has needed. `is_warm`: it was no first one. `is_moving`: layers are on their way."""
+        self._heed_activations(report.activation_bytes)
+        if is_warm and report.gpu_usable_bytes is not None and report.gpu_needed_bytes is not None:
+            self._heed_gpu(report, report.gpu_usable_bytes, report.gpu_needed_bytes)
+        if report.host_free_bytes is not None and not is_moving and self.is_known:
+            self._heed_host(report.places, report.host_free_bytes)
+
+    def _heed_activations(self, nbytes: int) -> None:
+        """They take host memory that planes cannot have."""
+        grown_bytes, self._activation_bytes = nbytes - self._activation_bytes, nbytes
+        if self.limits.host_bytes is not None:
+            self.limits = replace(self.limits, host_bytes=max(0, self.limits.host_bytes - grown_bytes))
+
+    def _heed_gpu(self, report: m.TrainerReport, usable_bytes: int, needed_bytes: int) -> None:
+        """What steps take beside state and weights is known: the rest is to be planned with."""
+        if report.places.visiting and not self._has_ring:  # it stays from now on
+            self._has_ring = True
+            self._for_steps_bytes += self._table.ring_bytes
+        placed = self._placed_on_gpu_bytes(report.places)
+        rest = max(0, needed_bytes - placed)
+        same = placed == self._placed_bytes or self._placed_bytes is None
+        self._same_steps = self._same_steps + 1 if same else 0
+        if needed_bytes > self._needed_bytes:
+            self._for_steps_bytes, self._waited_bytes = rest, report.waited_bytes
+        elif self.is_known and rest <= self._for_steps_bytes:
+            before = self._waited_bytes if rest == self._for_steps_bytes else 0
+            self._for_steps_bytes, self._waited_bytes = rest, max(before, report.waited_bytes)
+        self._needed_bytes, self._placed_bytes = needed_bytes, placed
+        room = max(0, usable_bytes - self._for_steps_bytes - self._waiting_bytes)
+        self.limits = replace(self.limits, gpu_state_bytes=room)
+
+    def _heed_host(self, places: Places, free_bytes: int) -> None:
+        """What planes may take is what they take now, and what is free besides: others may take memory or free it.
+
+        A part of the margin is left to those who take memory for a while.
+        """
+        free_bytes = 0 if -MARGIN_TO_OTHERS <= free_bytes < 0 else free_bytes
+        self.limits = replace(self.limits, host_bytes=max(0, self._host_bytes(places) + free_bytes))
+
+    # ------------------------------------------------------------ placements
+
+    def is_enough_for(self, now: Places, then: Places) -> bool:
+        """Whether there is memory for both at once, or they take no more of it than `now` alone."""
+        limits = self.limits.gpu_state_bytes, self.limits.host_bytes
+        taken = zip(self.bytes_of(now, then), self.bytes_of(now), limits, strict=True)
+        return all(limit is None or both <= max(limit, alone) for both, alone, limit in taken)
+
+    def bytes_of(self, *places: Places) -> tuple[int, int]:
+        """What these placements take on the GPU and on the host, at once."""
+        on_gpu = self._placed_on_gpu_bytes(*places)
+        on_gpu += self.for_visits_bytes if any(each.visiting for each in places) else 0
+        return on_gpu, self._host_bytes(*places)
+
+    def _placed_on_gpu_bytes(self, *places: Places) -> int:
+        """What we have placed on the GPU, with these placements at once.
+
+        Gradients that wait for visits are not counted: those at the peak are part of what steps need.
+        """
+        offloaded = frozenset.intersection(*(each.offloaded for each in places))
+        layers = zip(self._facts, *places, strict=True)
+        placed = sum(max(on_gpu_bytes(fact, placement) for placement in each) for fact, *each in layers)
+        placed += sum(self._facts[lid].weights_bytes for lid in self._offloadable - offloaded)
+        return placed + (self._table.window_bytes if offloaded else 0)
+
+    def _host_bytes(self, *places: Places) -> int:
+        layers = zip(self._facts, *places, strict=True)
+        return sum(max(on_host_bytes(fact, placement) for placement in each) for fact, *each in layers)
+
+    def predicted(self, report: m.TrainerReport) -> dict[str, int | None]:
+        """What steps like this one take at most, as its record has it.
+
+        On the GPU, that is what is placed there, and what else was seen to be needed; None if none was.
+        """
+        placed_bytes = self._placed_on_gpu_bytes(report.places)
+        on_gpu = None if self._placed_bytes is None else self._for_steps_bytes + placed_bytes
+        on_host = self._process_bytes + report.activation_bytes + self._host_bytes(report.places)
+        return {"predicted_gpu_bytes": on_gpu, "predicted_host_bytes": on_host}
