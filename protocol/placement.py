@@ -14,7 +14,7 @@ implement them, and all other code looks names up here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
@@ -24,18 +24,17 @@ class Placement:
     """`weights`, `state`: where they rest, "gpu" or "host". `updates`: who runs the update, "gpu" or "cpu".
 
     Weights that rest on the host come to the GPU for forward and backward. If the GPU updates state that rests on the
-    host, the state visits it: it is fetched for each update.
+    host, the state `visits` it: it is fetched for each update.
     """
 
     name: str
     weights: str
     state: str
     updates: str
+    visits: bool = field(init=False)
 
-    @property
-    def visits(self) -> bool:
-        """Whether the state comes to the GPU for each update."""
-        return self.state == "host" and self.updates == "gpu"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "visits", self.state == "host" and self.updates == "gpu")
 
     @property
     def resident(self) -> Placement:

@@ -181,7 +181,7 @@ def segment(numel: int = 1, **changed: Any) -> list[Any]:
         ({"objective": "fun"}, "unknown objective 'fun'"),
         ({"k": 2.0}, "k is 2.0"),
         ({"visit": 1.5}, "visit is 1.5"),
-        ({"offload_weights": -0.5}, "stream is -0.5"),
+        ({"offload_weights": -0.5}, "offload_weights is -0.5"),
         ({"blocks": [[0, 0]]}, "a layer is in one block"),
         ({"blocks": [[]]}, "a layer is in one block"),
         ({"blocks": [[1]]}, "blocks are of layers"),

@@ -22,7 +22,7 @@ import torch
 
 from hytrain.errors import CapacityError
 from hytrain.memory.clock import CudaClock, HostClock, Span, Stream
-from hytrain.tensors import address, allocate, count_write, free
+from hytrain.tensors import address, addresses, allocate, count_write, free
 
 #: Memory is pinned in pieces of this size. Each takes 2 ms, in which the driver launches nothing.
 PIECE_BYTES: Final = 32 << 20
@@ -120,9 +120,10 @@ class HostTransfers:
     def _move(self, copies: Sequence[Copy]) -> Transfer:
         """Copy with memmove: torch's copy would start a second pool of OpenMP threads in the calling thread."""
         began = self.clock.mark()
-        for destination, source in copies:
-            assert destination.dtype == source.dtype, "bytes are copied, not values"
-            ctypes.memmove(address(destination), address(source), destination.nbytes)
+        assert all(destination.dtype == source.dtype for destination, source in copies), "bytes, not values"
+        ends = addresses([tensor for copy in copies for tensor in copy])
+        for (destination, _), into, out_of in zip(copies, ends[::2], ends[1::2], strict=True):
+            ctypes.memmove(into, out_of, destination.nbytes)
         return Transfer(None, (began, self.clock.mark()))
 
     def _in(self, copies: Sequence[Copy], fence: Fence = None, *, after: Transfer | None = None) -> Transfer:

@@ -212,14 +212,14 @@ def first_consumed(parameters: Iterable[TrainedParameter]) -> TrainedParameter |
 def moved(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
     """Those with other storage than the one that HyTrain writes."""
     there = _there(parameters)
-    now, own = addresses(tensor for _, tensor in there), addresses(known.own for known, _ in there)
+    now, own = addresses([tensor for _, tensor in there]), addresses([known.own for known, _ in there])
     return [known for (known, _), at, before in zip(there, now, own, strict=True) if at != before]
 
 
 def written(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
     """Those that others have written since their last update."""
     there = _there(parameters)
-    now = versions(tensor for _, tensor in there)
+    now = versions([tensor for _, tensor in there])
     return [known for (known, _), seen in zip(there, now, strict=True) if known.version not in (None, seen)]
 
 

@@ -31,14 +31,12 @@ SAMPLED_ELEMENTS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Elements of a parameter as an update left them, and as they were found when the next one was to begin.
+    """Elements of parameters as an update left them, and as they were found when the next one was to begin.
 
     Those of offloaded weights are found when their memory is freed, and then nowhere else.
     """
 
-    known: TrainedParameter
-    landed: Tensor
-    found: Tensor
+    looked_at: list[tuple[TrainedParameter, Tensor, Tensor]]  # what has landed, and what was found
     copied: Transfer
     is_freed: bool
 
@@ -104,21 +102,23 @@ class Masters:
         present values become the master. Raises `UsageError` for a difference in any other.
         """
         self._compare()
+        looked_at, landed = [], dict[TrainedLayer, list[Tensor]]()
         for _ in range(min(SAMPLED, len(self._parameters))):
             known = self._parameters[self._next % len(self._parameters)]
             self._next += 1
-            if not known.places:  # this rank has an empty shard of it
+            if not known.places or not known.awaited:  # or this rank has an empty shard of it
                 continue
             layer, index = known.places[0]
-            source = layer.source
-            has_landed = source is not None and source is layer.planes and layer.life.is_current and known.awaited
-            if not has_landed or not isinstance(source, ArenaPlanes) or not _is_here(layer):
-                continue
-            copied = self._look_at(known, layer.segments[index].weights, source.weights[index], is_freed=False)
-            if layer.block is not None:
-                layer.block.is_left_by(copied)
-        if self._samples and self._samples[0].copied.done is None:
-            self._compare()
+            if layer not in landed:
+                landed[layer] = _landed(layer)
+            if landed[layer]:
+                looked_at.append((known, layer.segments[index].weights, landed[layer][index]))
+        if looked_at:
+            copied = self._look_at(looked_at, is_freed=False)
+            for block in {layer.block for layer in landed if layer.block is not None and landed[layer]}:
+                block.is_left_by(copied)
+            if copied.done is None:
+                self._compare()
         self._freed, self._freed_before = 0, self._freed
 
     def sample_freed(self, block: OffloadedBlock) -> None:
@@ -131,33 +131,41 @@ class Masters:
         out = block.leaving if layer.returned is None else [*block.leaving, layer.returned]
         if _is_here(layer) and layer.life.is_current and all(copy.has_ended for copy in out):
             present, landed = layer.segments[index].weights, layer.arena.weights[index]
-            block.is_left_by(self._look_at(known, present, landed, is_freed=True))
+            block.is_left_by(self._look_at([(known, present, landed)], is_freed=True))
 
-    def _look_at(self, known: TrainedParameter, present: Tensor, landed: Tensor, *, is_freed: bool) -> Transfer:
-        start = self._next * 31 % max(1, present.numel() - SAMPLED_ELEMENTS + 1)
-        part = slice(start, start + SAMPLED_ELEMENTS)
-        found = torch.empty_like(landed[part], pin_memory=present.is_cuda)
-        copied = replace(self._transfers.weights_out([(found, present[part])]), keep=())  # no view stays
-        self._samples.append(_Sample(known, landed[part].clone(), found, copied, is_freed))
+    def _look_at(self, chosen: list[tuple[TrainedParameter, Tensor, Tensor]], *, is_freed: bool) -> Transfer:
+        """Copy some elements of each of these parameters, which are present and have landed."""
+        looked_at, copies = [], []
+        for known, present, landed in chosen:
+            start = self._next * 31 % max(1, present.numel() - SAMPLED_ELEMENTS + 1)
+            part = slice(start, start + SAMPLED_ELEMENTS)
+            found = torch.empty_like(landed[part], pin_memory=present.is_cuda)
+            copies.append((found, present[part]))
+            looked_at.append((known, landed[part].clone(), found))
+        copied = replace(self._transfers.weights_out(copies), keep=())  # no view stays
+        self._samples.append(_Sample(looked_at, copied, is_freed))
         return copied
 
     def _compare(self) -> None:
         samples, self._samples = self._samples, []
         for sample in samples:
             sample.copied.synchronize()
-            if torch.equal(sample.landed.view(torch.uint8), sample.found.view(torch.uint8)):
-                continue
-            if sample.is_freed:
-                raise UsageError(
-                    f"{sample.known.name} was written where HyTrain cannot see it (through a NumPy array, or .data in "
-                    "forward), and offloaded weights lose such a write: write outside of forward, or keep them there"
-                )
-            if sample.known.count:
-                raise UsageError(
-                    f"{sample.known.name} was written where HyTrain cannot see it (through a NumPy array, or .data in "
-                    "forward), so the CPU goes on from other values: call opt.import_weights() after such a write"
-                )
-            self._import([sample.known], keep_remainder=False)
+            for known, landed, found in sample.looked_at:
+                if not torch.equal(landed.view(torch.uint8), found.view(torch.uint8)):
+                    self._on_write(known, is_lost=sample.is_freed)
+
+    def _on_write(self, known: TrainedParameter, *, is_lost: bool) -> None:
+        """Somebody has written the parameter where autograd does not count it."""
+        where = f"{known.name} was written where HyTrain cannot see it (through a NumPy array, or .data in forward)"
+        if is_lost:
+            raise UsageError(
+                f"{where}, and offloaded weights lose such a write: write outside of forward, or keep them on the GPU"
+            )
+        if known.count:
+            raise UsageError(
+                f"{where}, so the CPU goes on from other values: call opt.import_weights() after such a write"
+            )
+        self._import([known], keep_remainder=False)
 
     def _follow(self, moved: list[TrainedParameter]) -> None:
         """Train parameters in the storage that they have now (`p.data = …`); whoever kept the old one has it alone."""
@@ -216,6 +224,13 @@ class Masters:
             if not all(layer.life.is_current for layer, _ in known.places):
                 raise UsageError(f"{known.name} was written before its update: opt.synchronize() before writing")
         return found
+
+
+def _landed(layer: TrainedLayer) -> list[Tensor]:
+    """The layer's weights on the host, of which those on the device are a copy; none if they are not that now."""
+    source = layer.source
+    is_copy = isinstance(source, ArenaPlanes) and source is layer.planes and layer.life.is_current and _is_here(layer)
+    return source.weights if is_copy and isinstance(source, ArenaPlanes) else []
 
 
 def _is_here(layer: TrainedLayer) -> bool:

@@ -89,7 +89,7 @@ def test_a_graph_that_is_offloaded_is_refused() -> None:
     model = blocks(True)
     with (
         adamw(model, k=0.0, offload_weights=1.0),
-        pytest.raises(UsageError, match=r"0.weight is a CUDA graph.*: leave out str"),
+        pytest.raises(UsageError, match=r"0.weight is a CUDA graph.*: leave out off"),
     ):
         loss_of(model, 0)
     model = BehindAGraph()

@@ -110,7 +110,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
         "Stream": Stream,
         "current_stream": lambda device=None: current.stream,
         "default_stream": lambda device=None: current.streams[0],
-        "offload_weights": lambda stream: contextlib.nullcontext(),
+        "stream": lambda stream: contextlib.nullcontext(),
         "synchronize": lambda device=None: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stub)
@@ -266,7 +266,7 @@ def test_what_reads_memory_that_others_get_next_comes_first(current: Current, mo
         kept.clear()
         CudaTransfers.free(self, tensors, after=after)
         fences.add(after[0])
-        assert fences <= self._offload.waited_for  # type: ignore[operator]
+        assert fences <= self._window.waited_for  # type: ignore[operator]
 
     sample = Masters.sample_freed
     monkeypatch.setattr(Masters, "sample_freed", sample_freed)

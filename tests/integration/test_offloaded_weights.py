@@ -433,7 +433,7 @@ def test_a_write_that_would_be_lost_is_refused() -> None:
     model = perceptron()
     with adamw(model, **OFFLOADED[0]) as opt:
         train(model, opt, range(2), square_loss)
-        with pytest.raises(UsageError, match=r"0\.0\.bias was written where HyTrain cannot see it.*or keep them there"):
+        with pytest.raises(UsageError, match=r"0\.0\.bias was written where.*or keep them on the GPU"):
             train(model, opt, range(2, 12), written)
 
 
