@@ -120,8 +120,9 @@ class Places:
 
     def offload(self, lids: Set[int]) -> Places:
         """Of these layers, but not of others, weights rest on the host. They do not where the GPU owns the layer."""
-        where = ("host" if lid in lids and one.state == "host" else "gpu" for lid, one in enumerate(self))
-        return Places.of(placement.weights_on(rest) for placement, rest in zip(self, where, strict=True))
+        return Places.of(
+            one.weights_on("host" if lid in lids and one.state == "host" else "gpu") for lid, one in enumerate(self)
+        )
 
     def gpu_fraction(self, numels: Sequence[int]) -> float:
         """k: the fraction of the parameters whose state rests on the GPU. `numels` is by LID."""

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain.model.block_life import TRANSITIONS, BlockLife, Event, InvalidTransition, Pin, State
+from hytrain.model.block_life import TRANSITIONS, BlockLife, Event, Pin, State
+from hytrain.model.lifecycle import InvalidTransition
 
 #: Events that lead there from the beginning.
 WAYS = {

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -20,6 +19,7 @@ from protocol.handles import layout
 from protocol.handshake import HandshakeError
 from protocol.metrics import BY_NAME
 from protocol.placement import CPU, GPU, VISIT, Places
+from protocol.sizes import Sizes
 from workers import monitor_view as view
 from workers.coordinator_state import CoordinatorState
 from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
@@ -941,7 +941,8 @@ def test_planes_are_those_of_the_rule() -> None:
         for rule in ("lion", "sgd_momentum", "sgd")
     ]
     layers = tuple(m.Layer(lid=0, position=0, name="0", segments=(segment,)) for segment in segments)
-    found = [PlaneBytes(Mock(layers=(layer,), banks=1)).of(Places.of([CPU]))[0] for layer in layers]
+    sizes = [Sizes([layer], banks=1, awaits_verdict=False) for layer in layers]
+    found = [PlaneBytes(table(), each).of(Places.of([CPU]))[0] for each in sizes]
     always = {"grads": 2 * numel, "weights": 2 * numel, "remainder": 2 * numel}
     assert found == [always | {"exp_avg": 4 * numel}, always | {"momentum_buffer": 4 * numel}, always]
 

@@ -36,6 +36,7 @@ PURE = (
     "protocol/handles.py",
     "protocol/metrics.py",
     "protocol/placement.py",
+    "protocol/sizes.py",
     "protocol/rules.py",
     "workers/coordinator_state.py",
     "workers/fleet.py",

@@ -21,7 +21,7 @@ from protocol import messages as m
 from protocol.address import Address
 from protocol.placement import CPU, GPU, VISIT, Places
 from workers.effects import Command, Send
-from workers.planning import Planning, facts
+from workers.planning import Planning, facts, sizes_of
 
 TRAINER, OPTIMIZER = Address("trainer", 0), Address("optimizer", 0)
 PIECES = 2
@@ -83,7 +83,7 @@ class Run:
             hold_bytes=self.hold,
             **wishes,
         )
-        self.facts = [asdict(facts(one, self.table)) for one in layers]
+        self.facts = [asdict(facts(one, self.table, sizes_of(self.table))) for one in layers]
         self.planning = Planning(self.table, 0, replan_every=4)
         self.step = self.moved = self.due = self.ring = 0
         self.steps_s: list[float] = []

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hytrain.errors import ClusterTimeout, UsageError
+from hytrain.model.lifecycle import InvalidTransition
 from hytrain.step import health as module
 from hytrain.step.health import Health
-from hytrain.step.life import IN_BACKWARD, TRANSITIONS, Event, InvalidTransition, Refusal, State, StepLife
+from hytrain.step.life import IN_BACKWARD, TRANSITIONS, Event, Refusal, State, StepLife
 
 #: Events that lead from the beginning to each state.
 WAYS: dict[State, list[Event]] = {

@@ -20,7 +20,7 @@ from hytrain.planner import Infeasible, LayerProfile, Limits, Profile
 from hytrain.step.offload import SLOTS
 from protocol import messages as m
 from protocol.handles import DTYPE_BYTES, EXACT, Precision
-from workers.planning import BESIDE_TRAINING, HORIZON_STEPS, MIN_GAIN, facts
+from workers.planning import BESIDE_TRAINING, HORIZON_STEPS, MIN_GAIN, facts, sizes_of
 
 #: What training reaches of the speed of one large matrix product: 0.6 to 0.8 on H100 and H200 hosts, with 3 to 10 B
 #: parameters.
@@ -105,7 +105,7 @@ def forecast(
     table = _table(shape, gpu_bytes, host_bytes, precision)
     per_parameter_s = 8 * tokens / (OF_PRODUCT * rates.product)
     work_s = per_parameter_s * (shape.numel - shape.vocabulary * shape.hidden)
-    layers = []
+    layers, sizes = [], sizes_of(table)
     for layer in table.layers:
         works = not layer.name.startswith("embedding")
         each = {
@@ -118,7 +118,7 @@ def forecast(
             "visit_s": BESIDE_TRAINING * _state_bytes(precision) / min(rates.to_host, rates.from_host),
         }
         times: dict[str, Any] = {name: layer.numel * value for name, value in each.items()}
-        layers.append(LayerProfile(**asdict(facts(layer, table)), **times))
+        layers.append(LayerProfile(**asdict(facts(layer, table, sizes)), **times))
     profile = Profile(
         layers=tuple(layers),
         window_bytes=table.window_bytes,

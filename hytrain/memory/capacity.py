@@ -21,7 +21,9 @@ from torch import Tensor
 
 from hytrain.errors import CapacityError
 from hytrain.memory.host import available_bytes
+from protocol import sizes
 from protocol.handles import ArenaLayout
+from protocol.placement import CPU, GPU, VISIT
 
 #: GPU memory that is left to fragmentation and to what the libraries take for themselves.
 GPU_MARGIN: Final = 0.04
@@ -165,9 +167,13 @@ class GpuMemory:
 
 
 def host_bytes(layouts: list[ArenaLayout], k: float = 0.0, visit: float = 0.0) -> int:
-    """Host memory for the planes of these layers. Those that visit the GPU need none for gradients."""
-    grads_bytes = sum(layout.plane_nbytes["grads"] for layout in layouts)
-    return int((1.0 - k) * sum(layout.nbytes for layout in layouts) - min(visit, 1.0 - k) * grads_bytes)
+    """Host memory for the planes of these layers."""
+    planes = [plane for layout in layouts for plane in layout.plane_nbytes.items()]
+    of_cpu, of_visit = (
+        sum(nbytes for plane, nbytes in planes if sizes.is_on_host(plane, placement)) for placement in (CPU, VISIT)
+    )
+    visiting = min(visit, 1.0 - k)
+    return int((1.0 - k - visiting) * of_cpu + visiting * of_visit)
 
 
 def second_bank_fits(layouts: list[ArenaLayout], k: float | None, limit: int | None, ranks: int = 1) -> bool:
@@ -225,7 +231,11 @@ def _beyond_gpu(layouts: list[ArenaLayout], gpu_bytes: int, awaits_verdict: bool
     """The layers that are left to the host if the GPU takes all that it has room for, as the first plan would."""
     left = []
     for layout in layouts:
-        size = layout.state_nbytes + awaits_verdict * layout.plane_nbytes["grads"]
+        size = sum(
+            nbytes
+            for plane, nbytes in layout.plane_nbytes.items()
+            if plane != sizes.WEIGHTS and sizes.is_on_gpu(plane, GPU, awaits_verdict=awaits_verdict)
+        )
         if size <= gpu_bytes:
             gpu_bytes -= size
         else:

@@ -17,6 +17,8 @@ from __future__ import annotations
 from enum import Enum, Flag, auto
 from typing import Final
 
+from hytrain.model.lifecycle import InvalidTransition
+
 
 class State(Enum):
     RESIDENT = auto()
@@ -44,10 +46,6 @@ class Pin(Flag):
     VISIT = auto()  # a visit updates it after backward, and it stays for the forward after that
     HIDDEN = auto()  # it is read where nobody sees it
     VIEWED = auto()  # somebody else has used a parameter, and may have a view: as long as its memory is shared
-
-
-class InvalidTransition(RuntimeError):
-    """An event that a block's state, or a pin, does not allow."""
 
 
 TRANSITIONS: Final[dict[tuple[State, Event], State]] = {

@@ -34,7 +34,7 @@ class Event(Enum):
 
 
 class InvalidTransition(RuntimeError):
-    """An event that a layer's state does not allow. The message has the layer's recent events."""
+    """An event that a state does not allow: of a layer, whose recent events the message has, a block, or a step."""
 
 
 #: (who updates, state, event) -> next state

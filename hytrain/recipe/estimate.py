@@ -33,7 +33,9 @@ from hytrain.recipe import adapters, config, fused, tokenizer
 from hytrain.recipe import model as models
 from hytrain.recipe.config import Recipe
 from hytrain.step.offload import SLOTS
-from protocol.handles import DTYPE_BYTES, EXACT, Precision
+from protocol.handles import DTYPE_BYTES, EXACT, SHARED_PLANES, Precision, bank_plane
+from protocol.placement import CPU, GPU, VISIT
+from protocol.sizes import is_on_gpu, is_on_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +232,20 @@ def planes_of(
     """
     weight = 4 if dtype == "float32" else 2
     gradient = {"auto": weight, "bfloat16": 2, "float32": 4}[gradient_dtype if dtype == "float32" else "auto"]
-    both, own = "optimizer, trainer", "optimizer"
-    sizes = {name: DTYPE_BYTES[of] for name, of in precision.planes(dtype, rule).items()}
-    state = [Plane(name, nbytes, 0, nbytes, own) for name, nbytes in sizes.items()]
-    second = (Plane("weights'", weight, 0, 0, both), *(Plane(p.name + "'", p.host_if_cpu, 0, 0, own) for p in state))
-    planes = (Plane("grads", gradient, 0, 0, both), Plane("weights", weight, weight, weight, both), *state)
-    return (*planes, *second) if second_bank else planes
+    of_state = {name: DTYPE_BYTES[of] for name, of in precision.planes(dtype, rule).items()}
+    nbytes = {"grads": gradient, "weights": weight, **of_state}
+    if second_bank:
+        nbytes |= {bank_plane(plane, 1): nbytes[plane] for plane in ("weights", *of_state)}
+    return tuple(
+        Plane(
+            plane,
+            host_if_cpu=each * is_on_host(plane, CPU),
+            trainer_if_cpu=each * is_on_gpu(plane, CPU),
+            trainer_if_gpu=each * is_on_gpu(plane, GPU),
+            mapped_by="optimizer, trainer" if plane.removesuffix("'") in SHARED_PLANES else "optimizer",
+        )
+        for plane, each in nbytes.items()
+    )
 
 
 def need(planes: tuple[Plane, ...], trainable: int, frozen: int, k: float) -> Need:
@@ -251,11 +261,11 @@ def need(planes: tuple[Plane, ...], trainable: int, frozen: int, k: float) -> Ne
 
 def visiting(planes: tuple[Plane, ...], resident: Need, largest: int) -> Need:
     """The same if state visits the GPU. The largest parameter has so many elements."""
-    grads, weight = (next(p.host_if_cpu for p in planes if p.name == name) for name in ("grads", "weights"))
-    of_slot = sum(p.trainer_if_gpu for p in planes) - weight
+    of_slot = sum(p.trainer_if_gpu for p in planes if p.name != "weights")
     ring = RING_SLOTS * min(SLOT_NUMEL, largest) * of_slot
     by_cpu = resident.shared // sum(p.host_if_cpu for p in planes if "trainer" in p.mapped_by)
-    return replace(resident, shared=resident.shared - by_cpu * grads, trainer=resident.trainer + ring, visits=True)
+    less = by_cpu * sum(p.host_if_cpu for p in planes if not is_on_host(p.name, VISIT))
+    return replace(resident, shared=resident.shared - less, trainer=resident.trainer + ring, visits=True)
 
 
 def offloaded(planes: tuple[Plane, ...], resident: Need, blocks: Sequence[int]) -> Need:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
 
+from hytrain.model.lifecycle import InvalidTransition
+
 
 class State(Enum):
     IDLE = auto()
@@ -46,10 +48,6 @@ class Refusal:
     """Why an event is refused, as a format string."""
 
     sentence: str
-
-
-class InvalidTransition(RuntimeError):
-    """An event that no caller may send in this state: an error in HyTrain itself."""
 
 
 _INTERRUPTED: Final = Refusal(

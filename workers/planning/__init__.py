@@ -8,8 +8,8 @@ facts.py      what is known of layers before any step     plane_bytes.py   what 
 
 from __future__ import annotations
 
-from workers.planning.facts import facts
+from workers.planning.facts import facts, sizes_of
 from workers.planning.measured import WARM_UP_STEPS
 from workers.planning.planning import BESIDE_TRAINING, HORIZON_STEPS, MIN_GAIN, Planning
 
-__all__ = ["BESIDE_TRAINING", "HORIZON_STEPS", "MIN_GAIN", "WARM_UP_STEPS", "Planning", "facts"]
+__all__ = ["BESIDE_TRAINING", "HORIZON_STEPS", "MIN_GAIN", "WARM_UP_STEPS", "Planning", "facts", "sizes_of"]

@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from hytrain import planner
+from hytrain.planner import LayerFacts
 from protocol import messages as m
 from protocol.handles import layout
-from protocol.placement import Placement
+from protocol.placement import CPU, GPU, VISIT
+from protocol.sizes import WEIGHTS, Sizes
 
 
-def facts(layer: m.Layer, table: m.LayerTable) -> planner.LayerFacts:
-    placed, one_bank = layout(layer, table.banks), layout(layer)
-    held_bytes = placed.plane_nbytes["grads"] if table.awaits_verdict else 0
+def sizes_of(table: m.LayerTable) -> Sizes:
+    return Sizes(table.layers, banks=table.banks, awaits_verdict=table.awaits_verdict)
+
+
+def facts(layer: m.Layer, table: m.LayerTable, sizes: Sizes) -> LayerFacts:
+    of_cpu, of_visit = (sum(sizes.host(layer.lid, placement).values()) for placement in (CPU, VISIT))
+    owned, held = (sum(sizes.gpu(layer.lid, placement).values()) for placement in (GPU, VISIT))
+    weights_bytes = sizes.gpu(layer.lid, GPU)[WEIGHTS]
     block = next((lids[0] for lids in table.blocks if layer.lid in lids), -1)
-    return planner.LayerFacts(
+    return LayerFacts(
         lid=layer.lid,
         position=layer.position,
         numel=layer.numel,
-        gpu_state_bytes=held_bytes + placed.state_nbytes,
-        host_bytes=placed.nbytes,
-        grads_bytes=placed.plane_nbytes["grads"],
-        held_bytes=held_bytes,
-        spare_bytes=placed.nbytes - one_bank.nbytes,
-        weights_bytes=one_bank.plane_nbytes["weights"] if block >= 0 else 0,
+        gpu_state_bytes=owned - weights_bytes,
+        host_bytes=of_cpu,
+        grads_bytes=of_cpu - of_visit,
+        held_bytes=held - weights_bytes,
+        spare_bytes=of_cpu - layout(layer).nbytes,
+        weights_bytes=weights_bytes if block >= 0 else 0,
         block=block,
         must_visit=layer.stays_on_device,
     )
-
-
-def on_gpu_bytes(fact: planner.LayerFacts, placement: Placement) -> int:
-    """What the layer takes of GPU memory in this placement, without its weights."""
-    return fact.gpu_state_bytes if placement.state == "gpu" else fact.held_bytes if placement.visits else 0
-
-
-def on_host_bytes(fact: planner.LayerFacts, placement: Placement) -> int:
-    """What the layer takes of host memory in this placement."""
-    if placement.state == "gpu":
-        return 0
-    return fact.host_bytes - (fact.grads_bytes if placement.visits else 0)

@@ -21,7 +21,7 @@ from protocol.handles import Precision
 from protocol.placement import CPU, Places
 from workers.effects import Command, Note, Send
 from workers.planning.commands import Wishes
-from workers.planning.facts import facts
+from workers.planning.facts import facts, sizes_of
 from workers.planning.measured import Measured, Step
 from workers.planning.mode import Mode
 from workers.planning.plane_bytes import PlaneBytes
@@ -56,7 +56,8 @@ class Planning:
         self._trainer, self._optimizer = Address("trainer", rank), Address("optimizer", rank)
         self._replan_every = replan_every
         self.positions = [layer.position for layer in table.layers]
-        self._facts = [facts(layer, table) for layer in table.layers]
+        sizes = sizes_of(table)
+        self._facts = [facts(layer, table, sizes) for layer in table.layers]
         self._offloadable = frozenset(lid for block in table.blocks for lid in block)
         rates = CPU_RATES if table.device == "cpu" else None
         self._book = planner.MeasurementBook(
@@ -64,9 +65,9 @@ class Planning:
         )
         self._measured = Measured(self._book)
         self._ledger = PlanLedger(Places((CPU.name,) * len(table.layers)))
-        self._plane_bytes = PlaneBytes(table)
+        self._plane_bytes = PlaneBytes(table, sizes)
         self.wishes, self.mode = Wishes(table), Mode(table, self._optimizer)
-        self._room, self._tried = Room(table, self._facts), Tried()
+        self._room, self._tried = Room(table, sizes), Tried()
         self._shares = self._planned = (0.0, 0.0)  # those that are in effect, and those of the last plan
         self._offloaded: frozenset[int] = frozenset()  # as last reported
         self._uncalibrated = {self._trainer, self._optimizer}

@@ -9,15 +9,15 @@ on the GPU than now; or of state on its way there, which is counted by now, once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Final
 
-from hytrain.planner import LayerFacts, Limits
+from hytrain.planner import Limits
 from protocol import messages as m
-from protocol.handles import layout
-from protocol.placement import Places
-from workers.planning.facts import on_gpu_bytes, on_host_bytes
+from protocol.placement import CPU, Placement, Places
+from protocol.sizes import GRADS, WEIGHTS, Sizes
 
 #: The peak of a step with new placements is that of the second step, if they came in the middle of the first.
 WHOLE_STEPS: Final = 2
@@ -33,12 +33,12 @@ MARGIN_TO_OTHERS: Final = 3 << 29
 class Room:
     """The memory of one trainer's placements. `limits`: for state, and on the GPU for weights that can be offloaded."""
 
-    def __init__(self, table: m.LayerTable, facts: Sequence[LayerFacts]) -> None:
-        self._table, self._facts = table, facts
+    def __init__(self, table: m.LayerTable, sizes: Sizes) -> None:
+        self._table, self._sizes = table, sizes
         self._offloadable = frozenset(lid for block in table.blocks for lid in block)
         self.limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
         self._process_bytes = 0 if table.device == "cpu" else PROCESS_BYTES
-        self._waiting_bytes = WAITING_LAYERS * max(layout(one).plane_nbytes["grads"] for one in table.layers)
+        self._waiting_bytes = WAITING_LAYERS * max(sizes.host(layer.lid, CPU)[GRADS] for layer in table.layers)
         self._activation_bytes = 0  # in host memory
         # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
         self._needed_bytes = self._for_steps_bytes = 0
@@ -124,15 +124,25 @@ class Room:
 
         Gradients that wait for visits are not counted: those at the peak are part of what steps need.
         """
-        offloaded = frozenset.intersection(*(each.offloaded for each in places))
-        layers = zip(self._facts, *places, strict=True)
-        placed = sum(max(on_gpu_bytes(fact, placement) for placement in each) for fact, *each in layers)
-        placed += sum(self._facts[lid].weights_bytes for lid in self._offloadable - offloaded)
-        return placed + (self._table.window_bytes if offloaded else 0)
+        has_window = frozenset.intersection(*(each.offloaded for each in places))
+        placed = self._most(self._placed_in, places)
+        return placed + (self._table.window_bytes if has_window else 0)
+
+    def _placed_in(self, lid: int, placement: Placement) -> Mapping[str, int]:
+        """Weights that cannot be offloaded are part of what steps need."""
+        planes = self._sizes.gpu(lid, placement)
+        return planes if lid in self._offloadable else {**planes, WEIGHTS: 0}
 
     def _host_bytes(self, *places: Places) -> int:
-        layers = zip(self._facts, *places, strict=True)
-        return sum(max(on_host_bytes(fact, placement) for placement in each) for fact, *each in layers)
+        return self._most(self._sizes.host, places)
+
+    def _most(self, planes_of: Callable[[int, Placement], Mapping[str, int]], places: Sequence[Places]) -> int:
+        """Each layer's planes in whichever of its placements they are there."""
+        found = 0
+        for lid, placements in enumerate(zip(*places, strict=True)):
+            planes = [planes_of(lid, placement) for placement in {*placements}]
+            found += sum(max(each.get(plane, 0) for each in planes) for plane in {*chain(*planes)})
+        return found
 
     def predicted(self, report: m.TrainerReport) -> dict[str, int | None]:
         """What steps like this one take at most, as its record has it.
