@@ -74,6 +74,7 @@ def test_what_moves_has_room_and_all_does_that_has(machine: Machine, now: Places
         way = now[lid].resident, then[lid].resident
         assert reached[lid].resident in (*way, CPU if way == (GPU, VISIT) else None)
         assert reached[lid].weights in (now[lid].weights, then[lid].weights)
+        assert reached[lid].weights == reached[lid - lid % IN_A_BLOCK].weights, "blocks move whole"
 
 
 @given(places(), places())
