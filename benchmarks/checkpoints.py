@@ -38,7 +38,7 @@ def of_a_recipe(model: Any, optimizer: Any) -> Saving:
     def save(folder: Path) -> Future[Any]:
         from hytrain.recipe import checkpoint
         from hytrain.recipe.parallel import Job
-        from hytrain.saver import Saver
+        from hytrain.state.saver import Saver
 
         return checkpoint.save(folder, 1, model, None, optimizer, _recipe(), Job(), Saver())
 

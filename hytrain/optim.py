@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
-from hytrain import algorithms, saving, session
+from hytrain import algorithms, session
 from hytrain.algorithms import Algorithm
 from hytrain.checks import (
     check_device,
@@ -52,15 +52,16 @@ from hytrain.model.parts import Parts
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.model.watched import unwatched
 from hytrain.run.ranks import Ranks
-from hytrain.saver import Saver
 from hytrain.session import Session
+from hytrain.state import dicts
+from hytrain.state.saver import Saver
 from hytrain.statistics import Statistics
 from hytrain.step.engine import Engine
 from hytrain.trackers import check_trackers
 from protocol.rules import Hyper
 
 if TYPE_CHECKING:
-    from hytrain import state_folder
+    from hytrain.state import folders
 
 
 class SharedOptions(TypedDict, total=False):
@@ -283,7 +284,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._session.engine
 
     @property
-    def _saved(self) -> tuple[list[dict[str, Any]], list[TrainedParameter], saving.Resting]:
+    def _saved(self) -> tuple[list[dict[str, Any]], list[TrainedParameter], dicts.Resting]:
         return self.param_groups, self._session.parameters, self._session.resting
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -391,7 +392,7 @@ class Optimizer(torch.optim.Optimizer):
         self._engine.import_written()
         self._engine.before_load("opt.state_dict()")
         self._engine.expose_state()
-        state = saving.state_dict(*self._saved, loss_scale=self._engine.loss_scale)
+        state = dicts.state_dict(*self._saved, loss_scale=self._engine.loss_scale)
         state["steps"] = self._engine.steps
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -409,14 +410,14 @@ class Optimizer(torch.optim.Optimizer):
             state_dict = before(self, state_dict) or state_dict
         self._engine.before_load("opt.load_state_dict()")
         self._engine.expose_state()
-        saving.load_state_dict(
+        dicts.load_state_dict(
             state_dict,
             *self._saved,
             list(self._model.named_parameters(remove_duplicate=False)),
             loss_scale=self._engine.loss_scale,
             when_checked=self._import_for_loading,
         )
-        counts = map(saving.count_of, state_dict["state"].values())
+        counts = map(dicts.count_of, state_dict["state"].values())
         self._session.restored(state_dict.get("steps", max(counts, default=0)))
         self._engine.state_was_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -554,18 +555,16 @@ class Optimizer(torch.optim.Optimizer):
         finish = self._write(folder, "opt.async_save()", self._session.memory)
         return self._saver.start(finish, f"the optimizer's state in {folder}")
 
-    def _write(self, folder: str | Path, asked: str, memory: GpuMemory | None = None) -> state_folder.Finish:
+    def _write(self, folder: str | Path, asked: str, memory: GpuMemory | None = None) -> folders.Finish:
         """Write the state into files, and return what makes them the folder's state."""
-        from hytrain import state_folder  # importing torch's distributed checkpoints takes a second
+        from hytrain.state import folders  # importing torch's distributed checkpoints takes a second
 
         self._saver.wait()
         engine = self._engine
         engine.import_written()
         engine.before_load(asked)
         engine.expose_state()
-        return state_folder.save(
-            Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale, memory=memory
-        )
+        return folders.save(Path(folder), *self._saved, steps=engine.steps, loss_scale=engine.loss_scale, memory=memory)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote, on any number of ranks. Load the model's weights yourself, before or after.
@@ -576,12 +575,12 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: The folder is incomplete, damaged, or another model's. Nothing has changed.
             UsageError: Called between backward and `step()`.
         """
-        from hytrain import state_folder
+        from hytrain.state import folders
 
         self._saver.wait()
         self._engine.before_load("opt.load()")
         self._engine.expose_state()
-        steps = state_folder.load(
+        steps = folders.load(
             Path(folder),
             *self._saved,
             dict(self._model.named_parameters()),

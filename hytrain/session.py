@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import TensorWeakRef
 
-from hytrain import saving
 from hytrain.checks import Options, check_free, check_model
 from hytrain.config import ClusterConfig
 from hytrain.cotraining.partner import ADDRESS, WORKER
@@ -65,6 +64,7 @@ from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat
 from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter
+from hytrain.state import dicts
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.activations import Activations
 from hytrain.step.backward import Groups
@@ -121,7 +121,7 @@ class Session:
         self.memory = gpu_memory(self._device)
         self._groups, self._read_groups = groups, read_groups
         self.accumulation = Accumulation(options.grad_accumulation)
-        self.resting = saving.Resting(options.algorithm, options.precision)
+        self.resting = dicts.Resting(options.algorithm, options.precision)
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []
         self._blocks: list[OffloadedBlock] = []

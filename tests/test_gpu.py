@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
-from hytrain import tensor_file
 from hytrain.memory.capacity import GpuMemory, gpu_memory
 from hytrain.memory.transfer import Copy, CudaTransfers, Transfer
+from hytrain.state import tensor_file
+from hytrain.state.tensor_file import PIECE_BYTES
 from hytrain.step import activations
-from hytrain.tensor_file import PIECE_BYTES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
 

@@ -166,7 +166,7 @@ def test_no_pure_module_brings_torch() -> None:
         ("workers/trainer.py", "exec(text)"),
         ("hytrain/config.py", "value = eval('1')"),
         ("hytrain/optim.py", "torch.save(state, path)"),
-        ("hytrain/saving.py", "place = tensor.data_ptr()"),
+        ("hytrain/state/dicts.py", "place = tensor.data_ptr()"),
     ],
 )
 def test_planted_violation_is_found(module: str, source: str) -> None:

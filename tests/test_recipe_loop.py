@@ -30,7 +30,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hytrain import manifest, tensor_file
 from hytrain.errors import ConfigError, MissingPackage, SavingError
 from hytrain.memory.capacity import GpuMemory, Room, gpu_memory
 from hytrain.recipe import checkpoint, config, loop, report
@@ -48,6 +47,7 @@ from hytrain.recipe.saved import latest
 from hytrain.recipe.schedule import factors
 from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation, evaluate
+from hytrain.state import manifest, tensor_file
 from protocol.metrics import BY_NAME
 from workers import trainer
 

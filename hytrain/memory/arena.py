@@ -22,7 +22,7 @@ import socket
 import weakref
 from typing import Final
 
-from hytrain.folders import said
+from hytrain.state.locks import said
 from protocol.address import Address
 from protocol.codec import decode, encode
 from protocol.handles import ArenaLayout, TensorHandle, check_arena, check_handle

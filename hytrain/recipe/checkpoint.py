@@ -42,9 +42,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from hytrain import manifest, tensor_file
 from hytrain.errors import ConfigError, SavingError
-from hytrain.folders import locked, read
 from hytrain.memory.capacity import gpu_memory
 from hytrain.memory.loan import borrow
 from hytrain.recipe.config import Recipe, Train
@@ -54,7 +52,9 @@ from hytrain.recipe.saved import HISTORY, STATE_FILE, STEP, folder_of, history
 from hytrain.recipe.tokenizer import TextTokenizer
 from hytrain.run.environment import versions
 from hytrain.run.ranks import Ranks
-from hytrain.saver import Saver
+from hytrain.state import manifest, tensor_file
+from hytrain.state.locks import locked, read
+from hytrain.state.saver import Saver
 
 OPTIMIZER_FOLDER = "optimizer"
 #: A checkpoint that is being written.

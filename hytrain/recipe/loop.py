@@ -32,7 +32,7 @@ from hytrain.recipe.schedule import factors, scheduler
 from hytrain.recipe.task import Task, assemble
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.ranks import Ranks
-from hytrain.saver import Saver
+from hytrain.state.saver import Saver
 from hytrain.trackers import Trackers, check_trackers
 
 

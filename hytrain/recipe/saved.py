@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from hytrain.folders import read
+from hytrain.state.locks import read
 
 STATE_FILE: Final = "trainer_state.json"
 HISTORY: Final = "history"

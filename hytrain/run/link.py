@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from hytrain import manifest
 from hytrain.config import Cluster
 from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainError, WorkerDied
 from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena
@@ -38,6 +37,7 @@ from hytrain.memory.transfer import Transfer
 from hytrain.run.cluster import PrivateCluster, await_end, has_ended
 from hytrain.run.ownership import PlanBook
 from hytrain.run.seats import Seat
+from hytrain.state import manifest
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handles import ArenaLayout

@@ -33,7 +33,7 @@ from hytrain.monitoring import live_runs
 from hytrain.recipe import config as recipes
 from hytrain.recipe.saved import latest
 from hytrain.run.seats import SHORT
-from hytrain.state_folder import INDEX
+from hytrain.state.folders import INDEX
 from protocol.metrics import BY_NAME
 from workers import launcher, run_folder
 from workers import supervisor as supervisor_module

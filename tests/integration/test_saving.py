@@ -56,11 +56,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 import hytrain
-from hytrain import manifest, saver, state_folder, tensor_file
 from hytrain.errors import ConfigError, SavingError, UsageError
 from hytrain.memory.capacity import GpuMemory, Room, gpu_memory
 from hytrain.run.ranks import Ranks
-from hytrain.shard_writer import SAVE
+from hytrain.state import folders as state_folders
+from hytrain.state import manifest, saver, tensor_file
+from hytrain.state.shard_writer import SAVE
 from tests.soak import folders
 
 
@@ -432,7 +433,7 @@ def filled(opt: hytrain.AdamW, number: int) -> hytrain.AdamW:
 
 def begun(opt: hytrain.AdamW, folder: Path, number: int) -> Callable[[], None]:
     """A save whose files are written. What is returned makes it the current one."""
-    return partial(state_folder.save(folder, *filled(opt, number)._saved, steps=number), Ranks())
+    return partial(state_folders.save(folder, *filled(opt, number)._saved, steps=number), Ranks())
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

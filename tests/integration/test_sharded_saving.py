@@ -29,10 +29,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import hytrain
-from hytrain import manifest
 from hytrain.errors import ConfigError, SavingError
 from hytrain.memory.capacity import GpuMemory, Room
-from hytrain.shard_writer import ShardWriter
+from hytrain.state import manifest
+from hytrain.state.shard_writer import ShardWriter
 
 #: By rank.
 K = {"k": (0.0, 1.0, 0.5, 0.0)}

@@ -34,9 +34,9 @@ import torch
 from torch import nn
 
 import hytrain
-from hytrain import state_folder
 from hytrain.run.ranks import Ranks
-from hytrain.saving import gather, scatter
+from hytrain.state import folders
+from hytrain.state.dicts import gather, scatter
 
 PLANES: Final = ("exp_avg", "exp_avg_sq")
 FOLDERS: Final = 2
@@ -68,12 +68,12 @@ def numbers(opt: hytrain.AdamW) -> set[float]:
 
 
 def save(opt: hytrain.AdamW, folder: Path, number: int, in_parallel: bool) -> list[float]:
-    state_folder.save(folder, *opt._saved, steps=number)(Ranks(), in_parallel=in_parallel)
+    folders.save(folder, *opt._saved, steps=number)(Ranks(), in_parallel=in_parallel)
     return [number]
 
 
 def load(opt: hytrain.AdamW, folder: Path) -> list[float]:
-    steps = state_folder.load(folder, *opt._saved, dict(opt._model.named_parameters()))
+    steps = folders.load(folder, *opt._saved, dict(opt._model.named_parameters()))
     return sorted(numbers(opt) | {float(steps)})
 
 

@@ -38,19 +38,28 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from hytrain import manifest
 from hytrain.errors import ClusterError, ConfigError, SavingError
-from hytrain.folders import locked
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.loan import Loan, borrow
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.run.ranks import Ranks
-from hytrain.saving import Resting, check_groups, dtype_name, gather, hyper, rules_of, scatter, tell_of_conversion
-from hytrain.shard_writer import SAVE, ShardWriter
-from hytrain.state_index import FORMAT, INDEX, Index, Scale
+from hytrain.state import manifest
+from hytrain.state.dicts import (
+    Resting,
+    check_groups,
+    dtype_name,
+    gather,
+    hyper,
+    rules_of,
+    scatter,
+    tell_of_conversion,
+)
+from hytrain.state.index import FORMAT, INDEX, Index, Scale
+from hytrain.state.locks import locked
+from hytrain.state.shard_writer import SAVE, ShardWriter
+from hytrain.state.tensor_file import await_devices
 from hytrain.step.scaling import LossScale
-from hytrain.tensor_file import await_devices
 from hytrain.tensors import distributed, local, part_of, shaped
 from protocol.handles import STATE_PLANES, Precision
 from protocol.rules import MOMENT_PLANES

@@ -5,7 +5,7 @@
     said(error)         why a file cannot be written, and what helps
 
 The locks are those of the operating system. On a file system without them, as NFS may be, everybody has his.
-`manifest`, `state_folder` and `recipe` call this; it needs no torch.
+`manifest`, `folders` and `recipe` call this; it needs no torch.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hytrain.saver import each
+from hytrain.state.saver import each
 
 #: As safetensors calls them.
 DTYPES: Final = {

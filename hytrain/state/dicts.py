@@ -1,7 +1,7 @@
 """The optimizer's state as a dictionary in torch's form: by parameter index, tensors as views of the planes.
 
 The state of a sharded parameter is a DTensor over this rank's planes, with the parameter's mesh and placements, as with
-`torch.optim.AdamW`. The dictionary is complete, and its bytes do not depend on k. `state_folder` has the files.
+`torch.optim.AdamW`. The dictionary is complete, and its bytes do not depend on k. `folders` has the files.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ On several ranks, each one reads and hashes its own part of the files, and rank 
 `SHA256SUMS` is what the program sha256sum writes, and checks with `sha256sum -c SHA256SUMS`. SHA-256 runs at 1.5 GB/s
 per thread on a CPU with instructions for it (CRC-32: 2.5). While somebody waits, several files are read at once, so
 that the disk is the slower part. A file is read back right after it was written, while it is still in memory.
-`state_folder` and `recipe.checkpoint` call this.
+`folders` and `recipe.checkpoint` call this.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from traceback import clear_frames
 from typing import Final
 
 from hytrain.errors import ConfigError, SavingError
-from hytrain.folders import locked, opened, read, said
 from hytrain.run.ranks import Ranks
-from hytrain.saver import each
+from hytrain.state.locks import locked, opened, read, said
+from hytrain.state.saver import each
 
 ONE: Final = Ranks()
 SUMS: Final = "SHA256SUMS"

@@ -1,4 +1,4 @@
-"""`index.json` of a saved state: what all ranks' shards have in common. `state_folder` writes and reads it.
+"""`index.json` of a saved state: what all ranks' shards have in common. `folders` writes and reads it.
 
     Index ─ text ─▶ index.json ─ read ─▶ Index, or a `ConfigError` that names what in it cannot be
 
@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hytrain.algorithms import Algorithm, is_number
 from hytrain.errors import ConfigError, UnsupportedError
-from hytrain.folders import read
 from hytrain.model.layers import clean
-from hytrain.saving import hyper
+from hytrain.state.dicts import hyper
+from hytrain.state.locks import read
 from protocol.messages import MASTER_DTYPES, STATE_DTYPES
 
 INDEX: Final = "index.json"

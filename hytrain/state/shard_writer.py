@@ -4,7 +4,7 @@
 
 torch's `HuggingFaceStorageWriter` makes the same files from two copies of all their arrays in memory, and waits for the
 disk after each. Here nothing is copied but what is on the GPU, in pieces (`tensor_file`); several files are written at
-once; and nobody waits for the disk. `state_folder` does that later, for all files.
+once; and nobody waits for the disk. `folders` does that later, for all files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from hytrain import tensor_file
+from hytrain.state import tensor_file
 
 #: How the reader knows which part of an array a shard is.
 OFFSETS: Final = "DCP_SHARDING_INFO"
