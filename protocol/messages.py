@@ -189,7 +189,7 @@ class LayerTable(Message):
     `speculate`: whether the CPU updates before that; None lets the coordinator choose.
     `k`: None means "auto". `visit`, `offload_weights`: the fractions of the parameters whose state visits the GPU, and
     whose weights rest in host memory; None means "auto".
-    `blocks`: the LIDs of each block that can be offloaded. `window_bytes`: the GPU memory through which they are.
+    `blocks`: the LIDs of each block that can be offloaded. `window_bytes`: the GPU memory through which they come.
     `ring_bytes`: the GPU memory through which state visits. `hold_bytes`: what may wait for that there.
     `gpu_bytes`: the limit for the optimizer state of GPU-owned layers and the weights of those blocks; None if unknown.
     `continues`: this trainer continues the previous trainer's training, so commands given to that one still apply.

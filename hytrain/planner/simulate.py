@@ -175,7 +175,7 @@ def _play(
 
 
 class _Window:
-    """The GPU memory through which weights are offloaded, and the link that brings them, in forward or in backward."""
+    """The GPU memory through which offloaded weights come, and the link that brings them, in forward or in backward."""
 
     def __init__(self, profile: Profile, events: list[Event], *, visits: bool) -> None:
         self.block_bytes = defaultdict[int, int](int)

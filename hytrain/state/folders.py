@@ -9,7 +9,7 @@ each rank reads what overlaps its own shards. The arrays' bytes do not depend on
 
 Each `save` has a name of its own, and a folder. When all ranks have finished, the rename of `SHA256SUMS` makes it the
 current one. So a process may be killed at any moment: there is the whole old state, or the whole new one. Several
-processes may save and load at once. One that writes or reads a save has locked its folder (`folders.locked`), and what
+processes may save and load at once. One that writes or reads a save has locked its folder (`locks.locked`), and what
 is neither locked nor current is removed. Other files are left alone. All ranks call `save` and `load`, with a folder
 that all of them see.
 """

@@ -14,7 +14,7 @@ from protocol.handles import PLANES
 from protocol.placement import Places
 from protocol.sizes import Sizes
 
-#: Beside planes, on the device: the memory through which weights are offloaded, and that through which state visits.
+#: Beside planes, on the device: the memory through which offloaded weights come, and that through which state visits.
 WINDOW, RING = "window", "ring"
 
 
