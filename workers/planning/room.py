@@ -139,8 +139,8 @@ class Room:
     def _most(self, planes_of: Callable[[int, Placement], Mapping[str, int]], places: Sequence[Places]) -> int:
         """Each layer's planes in whichever of its placements they are there."""
         found = 0
-        for lid, placements in enumerate(zip(*places, strict=True)):
-            planes = [planes_of(lid, placement) for placement in {*placements}]
+        for layer, *placements in zip(self._table.layers, *places, strict=True):
+            planes = [planes_of(layer.lid, placement) for placement in {*placements}]
             found += sum(max(each.get(plane, 0) for each in planes) for plane in {*chain(*planes)})
         return found
 
