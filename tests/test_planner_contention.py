@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from planner_layers import NONE, facts, made, profile_of
 
@@ -259,6 +259,7 @@ def test_what_updates_visits_and_copies_cost_each_other(
     work_s=st.floats(1e-3, 10),
     other_s=st.floats(0, 10),
 )
+@example(alone_s=10.0, known_s=9.0, cpu_s=0.0, copies_s=6.0, work_s=1.0, other_s=0.0)  # longer than the step
 def test_visits_are_known_from_what_they_take_beside_others(alone_s: float, known_s: float, **others: float) -> None:
     """However often: what is known of them comes nearer to the truth, from above and from below."""
     taken_s = alone_s * Crowding.of(visits_s=alone_s, **others).visits

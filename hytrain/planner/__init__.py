@@ -18,7 +18,7 @@ from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_fo
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
 from hytrain.planner.moves import first_part
-from hytrain.planner.policies import Decision, decide, drawn_offloads, drawn_visits, first_lids
+from hytrain.planner.policies import Decision, Shares, decide, drawn_offloads, drawn_visits, first_lids
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Order, Profile
 from hytrain.planner.simulate import Event, Timeline, simulate
 
@@ -36,6 +36,7 @@ __all__ = [
     "Order",
     "Profile",
     "Rates",
+    "Shares",
     "Timeline",
     "ahead",
     "balance_k",

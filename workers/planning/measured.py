@@ -152,15 +152,15 @@ class Measured:
         Returns whether steps are others from now on.
         """
         before = self._new_threads[0] if self._new_threads is not None else self.threads
-        changes = before is not None and before != threads
-        if before is not None and before != threads:
-            self._book.cpu_changed(threads / before)
-            for known in self._steps.values():
-                known.updates.clear()
-                known.threads_changed = True
         self._new_threads = threads, step
         self._steps[step + 1].threads_changed = True
-        return changes
+        if before is None or before == threads:
+            return False
+        self._book.cpu_changed(threads / before)
+        for known in self._steps.values():
+            known.updates.clear()
+            known.threads_changed = True
+        return True
 
     def awaits_cpu_times(self, step: int) -> bool:
         """Whether threads were changed so recently that new CPU times should arrive before the next plan."""

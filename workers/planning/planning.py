@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from hytrain import planner
-from hytrain.planner import Infeasible, Profile
+from hytrain.planner import Infeasible, Profile, Shares
 from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
 from protocol.address import Address
@@ -26,7 +26,7 @@ from workers.planning.measured import Measured, Step
 from workers.planning.mode import Mode
 from workers.planning.plane_bytes import PlaneBytes
 from workers.planning.room import Room
-from workers.planning.tried import Shares, Tried
+from workers.planning.tried import Tried
 
 HORIZON_STEPS: Final = 200
 MIN_GAIN: Final = 0.01

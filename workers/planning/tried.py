@@ -10,10 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
-from hytrain.planner import Ewma
+from hytrain.planner import Ewma, Shares
 
-#: The shares of visits, and of offloaded weights.
-Shares = tuple[float, float]
 #: What is known of how far shares miss counts after so many steps, at most so much, and half after at least so many
 #: more steps.
 RESIDUAL_STEPS: Final = 3
