@@ -98,8 +98,8 @@ def test_the_result_does_not_depend_on_who_owns_a_layer(
     choices += [{"k": 0.2, "visit": 0.5}, {"k": 0.0, "visit": 1.0}]
     choices += [{"k": 0.0, "offload_weights": 1.0}, {"k": 0.2, "visit": 0.5, "offload_weights": 0.6}]
     fixed = [train(llama(dtype), tmp_path, **choice, **state)[0] for choice in choices]
-    for stream in (0.0, 1.0, "auto"):
-        random, moved = train(llama(dtype), tmp_path, policy="random", stream=stream, **state)
+    for offloaded in (0.0, 1.0, "auto"):
+        random, moved = train(llama(dtype), tmp_path, policy="random", offload_weights=offloaded, **state)
         assert_same([*fixed, random])
         assert moved > 20
 
@@ -261,7 +261,7 @@ def test_weights_that_leave_are_looked_at_before_others_use_their_memory(
         return transfers.gradients_out(copies)
 
     monkeypatch.setattr(CudaTransfers, "weights_out", weights_out)
-    results = [train(llama(torch.bfloat16), tmp_path, k=0.0, stream=stream)[0] for stream in (1.0, 0.0)]
+    results = [train(llama(torch.bfloat16), tmp_path, k=0.0, offload_weights=share)[0] for share in (1.0, 0.0)]
     assert_same(results)
 
 
