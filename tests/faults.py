@@ -6,11 +6,13 @@
 fault counts as caught if one of them fails, and that one passes without the fault. Exit status 1 unless all are caught.
 
     tracked files ─copy─▶ temporary folder ─plant─▶ pytest -x ─▶ caught by … / NOT CAUGHT / DOES NOT APPLY
+                                              all tests that failed ─▶ pytest, without any fault
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import os
 import queue
 import re
@@ -25,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from py_compile import PycInvalidationMode
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_name("faults.toml")
@@ -62,51 +65,47 @@ def read(path: Path = LIST) -> list[Fault]:
     return [Fault(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
 
 
-def examine(fault: Fault, copy: Path) -> tuple[bool, str]:
-    """Whether the fault, planted in this copy of the checkout, is caught; and what there is to say."""
+def examine(fault: Fault, copy: Path) -> tuple[str | None, str]:
+    """What pytest calls the test that fails with the fault planted in this copy, "" if a signal ended pytest, None if
+    the fault is not caught; and what there is to say."""
     if (places := fault.places(copy)) != 1:
-        return False, f"DOES NOT APPLY: {fault.file} has the old text {places} times"
-    failed = None
+        return None, f"DOES NOT APPLY: {fault.file} has the old text {places} times"
     with fault.planted(copy):
         for arguments in fault.tests:
-            status, failed, said = run_tests(shlex.split(arguments), copy)
+            status, failed, said = run_tests(["-x", *shlex.split(arguments)], copy)
             if status < 0:
-                return True, f"caught by {arguments}: signal {-status}"
+                return "", f"caught by {arguments}: signal {-status}"
             if status > 1:
-                return False, f"NOT CAUGHT: pytest {arguments} ended with status {status}\n{said}"
+                return None, f"NOT CAUGHT: pytest {arguments} ended with status {status}\n{said}"
             if failed:
-                break
-    if failed is None:
-        return False, f"NOT CAUGHT by {', '.join(fault.tests)}"
-    if run_tests([failed], copy)[0] != 0:
-        return False, f"NOT CAUGHT: {failed} fails without it, too"
-    return True, f"caught by {failed}"
+                return failed[0], f"caught by {failed[0]}"
+    return None, f"NOT CAUGHT by {', '.join(fault.tests)}"
 
 
-def run_tests(arguments: Sequence[str], copy: Path) -> tuple[int, str | None, str]:
-    """Run pytest in a copy: its exit status, the first test that failed, the end of what it said."""
-    # Bytecode is known by its source's length and second: it could be that of the code without the fault.
+def run_tests(arguments: Sequence[str], copy: Path) -> tuple[int, list[str], str]:
+    """Run pytest in a copy: its exit status, the tests that failed, the end of what it said."""
     changed = {"PYTHONPATH": str(copy), "HYTRAIN_CACHE": str(copy.parent / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-m", "slow or not slow", *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", *arguments]
     done = subprocess.run(command, cwd=copy, env={**os.environ, **changed}, capture_output=True, text=True, check=False)
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    return done.returncode, failed[1] if failed else None, (done.stdout + done.stderr)[-2000:]
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+::.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    return done.returncode, failed, (done.stdout + done.stderr)[-2000:]
 
 
 @contextmanager
-def copies(count: int) -> Iterator[queue.SimpleQueue[Path]]:
-    """So many copies of the checkout's tracked files, as they are now, to be taken and given back."""
+def copies(count: int) -> Iterator[list[Path]]:
+    """So many copies of the checkout's tracked files, as they are now, with bytecode that is known by its source."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        for number in range(count):
-            for name in filter(None, listed.split("\0")):
-                if (ROOT / name).is_file():  # not deleted since
-                    target = Path(folder, str(number), name)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(ROOT / name, target)
-            free.put(Path(folder, str(number)))
-        yield free
+        first, *others = (Path(folder, str(number)) for number in range(count))
+        for name in filter(None, listed.split("\0")):
+            if (ROOT / name).is_file():  # not deleted since
+                (first / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, first / name)
+        # Known by its source's length and second, as usual, it could be that of the code without the fault.
+        compileall.compile_dir(first, quiet=1, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+        for other in others:
+            shutil.copytree(first, other)
+        yield [first, *others]
 
 
 def main() -> int:
@@ -123,18 +122,29 @@ def main() -> int:
         print("\n".join(f"{fault.name:48}  {fault.file}" for fault in wanted))
         return 0
 
-    with copies(asked.jobs) as free, ThreadPoolExecutor(asked.jobs) as pool:
+    with copies(asked.jobs) as made, ThreadPoolExecutor(asked.jobs) as pool:
+        free = queue.SimpleQueue[Path]()
+        for copy in made:
+            free.put(copy)
 
-        def one(fault: Fault) -> bool:
+        def one(fault: Fault) -> str | None:
             copy = free.get()
             try:
-                caught, said = examine(fault, copy)
+                failed, said = examine(fault, copy)
             finally:
                 free.put(copy)
             print(f"{fault.name}: {said}", flush=True)
-            return caught
+            return failed
 
-        caught = sum(pool.map(one, wanted))
+        found = list(pool.map(one, wanted))
+        status, unsound = 0, list[str]()
+        if failed := sorted(set(filter(None, found))):
+            status, unsound, said = run_tests(["-n", str(asked.jobs), *failed], made[0])
+    if status > 1:
+        print(f"NOT CAUGHT: without a fault, pytest ended with status {status}\n{said}")
+    for test in unsound:
+        print(f"NOT CAUGHT: {test} fails without a fault, too")
+    caught = 0 if status > 1 else sum(failed is not None and failed not in unsound for failed in found)
     print(f"{caught} of {len(wanted)} faults are caught")
     return 0 if caught == len(wanted) else 1
 

@@ -217,7 +217,7 @@ def test_a_fault_is_caught_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "test_code.py").write_text(test + "def test_one():\n    assert double(1) == 2\n")
     made = functools.partial(faults.Fault, name="x", file="doubling.py", old="2 * x", new="x * x")
     zero, one = ("test_code.py::test_zero",), ("test_code.py -k one",)
-    assert faults.examine(made(tests=one), tmp_path) == (True, "caught by test_code.py::test_one")
-    assert faults.examine(made(tests=zero), tmp_path) == (False, "NOT CAUGHT by test_code.py::test_zero")
+    assert faults.examine(made(tests=one), tmp_path) == ("test_code.py::test_one", "caught by test_code.py::test_one")
+    assert faults.examine(made(tests=zero), tmp_path) == (None, "NOT CAUGHT by test_code.py::test_zero")
     assert faults.examine(made(tests=one, old="3 * x"), tmp_path)[1].startswith("DOES NOT APPLY")
     assert (tmp_path / "doubling.py").read_text() == "def double(x):\n    return 2 * x\n"
