@@ -93,7 +93,7 @@ def test_a_full_disk_ends_no_training(by_torch: str, run_dir: Path) -> None:
     (run_dir / "logs").mkdir(parents=True)
     (run_dir / "logs/trainer-0.log").symlink_to("/dev/full")
     command = (sys.executable, CLUSTER, PLAIN, "hytrain", STEPS, "--pause")
-    with started(*command, how=subprocess.Popen, stderr=subprocess.PIPE) as launcher:
+    with started(*command, stderr=subprocess.PIPE) as launcher:
         read_until(launcher, "paused")
         roles_below(psutil.Process(launcher.pid))["coordinator"].rlimit(psutil.RLIMIT_FSIZE, (0, 0))
         go_on(launcher)
