@@ -1,179 +1,26 @@
-"""Checks of what an optimizer is given: options, groups and the model, before anything is started.
+"""Checks of what an optimizer is given, before anything is started: the model, groups, and options that depend on them.
 
-`optim` calls them. Each error is one sentence that says what to do.
+`optim` calls them. Each error is one sentence that says what to do. `options` has the checks of each option by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+import weakref
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from hytrain.algorithms import ADAMW, Algorithm, is_number
+from hytrain.algorithms import Algorithm
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
-from hytrain.kernels import choice as backends
 from hytrain.kernels.torch_backend import vectors
 from hytrain.model.blueprint import blueprints_of
 from hytrain.model.layers import find_blocks
+from hytrain.options import Options
 from hytrain.run.ranks import Ranks
-from protocol.handles import Precision
-from protocol.messages import MASTER_DTYPES, OBJECTIVES, POLICIES, STATE_DTYPES
 from protocol.rules import Hyper
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options that all parameters share; see `hytrain.optim.Optimizer`. `k` is None for "auto"."""
-
-    algorithm: Algorithm
-    k: float | None
-    policy: str
-    objective: str
-    backend: str
-    gradient_dtype: torch.dtype | None
-    state_dtype: str
-    master_dtype: str
-    grad_accumulation: int
-    accumulate_on: str
-    max_grad_norm: float | None
-    clip: str
-    on_nonfinite: str | None
-    speculate: bool | None
-    loss_scale: float | str | None
-    overlap: bool
-    visit: float | None = 0.0
-    offload_weights: float | None = 0.0
-    offload_activations: bool = False
-
-    @property
-    def precision(self) -> Precision:
-        return Precision(self.state_dtype, self.master_dtype)
-
-    @property
-    def awaits_verdict(self) -> bool:
-        """Whether updates wait for the norm of all gradients."""
-        return (self.max_grad_norm is not None and self.clip == "global") or self.skips_nonfinite
-
-    @property
-    def skips_nonfinite(self) -> bool:
-        """Whether a step with gradients that are not finite is skipped."""
-        return self.on_nonfinite is not None or self.loss_scale is not None
-
-    @property
-    def may_speculate(self) -> bool:
-        """Whether the CPU may update before the norm is known. That takes a second bank of planes in host memory.
-
-        With a scaled loss it may not: an early update assumes a scale of 1.
-        """
-        wanted = self.speculate if self.speculate is not None else self.objective != "host-memory"
-        return wanted and self.awaits_verdict and self.overlap and self.loss_scale is None
-
-
-def check_options(
-    *,
-    k: float | str,
-    visit: float | str,
-    offload_weights: float | str,
-    state_dtype: torch.dtype | str,
-    master_dtype: torch.dtype | str,
-    **others: Any,
-) -> Options:
-    """The options of an optimizer. Raises `ConfigError`."""
-    options = Options(
-        k=_fraction("k", k),
-        visit=_fraction("visit", visit),
-        offload_weights=_fraction("offload_weights", offload_weights),
-        state_dtype=str(state_dtype).removeprefix("torch."),
-        master_dtype=str(master_dtype).removeprefix("torch."),
-        **others,
-    )
-    for is_wrong, sentence in chain(_wrong_values(options), _wrong_combinations(options)):
-        if is_wrong:
-            raise ConfigError(sentence)
-    return options if options.k is None else replace(options, policy="fixed")
-
-
-def _fraction(name: str, given: float | str) -> float | None:
-    """The number; None for "auto". Raises `ConfigError`."""
-    if given == "auto":
-        return None
-    if isinstance(given, str) or not (is_number(given) and 0.0 <= given <= 1.0):
-        raise ConfigError(f'{name} is {given!r}: a fraction in [0, 1], or "auto"')
-    return float(given)
-
-
-def _wrong_values(o: Options) -> Iterator[tuple[bool, str]]:
-    """(Whether an option is wrong by itself, what to say then)."""
-    backwards, scale = o.grad_accumulation, o.loss_scale
-    norm_fits = o.max_grad_norm is None or (is_number(o.max_grad_norm) and o.max_grad_norm > 0)
-    dtype_fits = o.gradient_dtype in (None, torch.bfloat16, torch.float32)
-    count_fits = isinstance(backwards, int) and not isinstance(backwards, bool) and backwards >= 1
-    scale_fits = scale in (None, "dynamic") or not (isinstance(scale, bool | str) or not 1e-20 <= scale <= 1e20)
-    yield (
-        o.speculate is not None and not isinstance(o.speculate, bool),
-        f"speculate is {o.speculate!r}: True, False or None",
-    )
-    for name, flag in (("overlap", o.overlap), ("offload_activations", o.offload_activations)):
-        yield not isinstance(flag, bool), f"{name} is {flag!r}: True or False"
-    yield not norm_fits, f"max_grad_norm is {o.max_grad_norm!r}: a number above 0, or None"
-    for name, value, known in (("objective", o.objective, OBJECTIVES), ("policy", o.policy, POLICIES)):
-        yield value not in known, f"{name} {value!r} is unknown: choose one of {', '.join(known)}"
-    choices = ("auto", *backends.BACKENDS)
-    is_adamw = o.algorithm is ADAMW
-    yield o.backend == "deepspeed" and not is_adamw, 'backend "deepspeed" has AdamW alone: leave backend out'
-    yield o.backend not in choices, f"backend {o.backend!r} is unknown: choose {', '.join(choices)}"
-    yield not dtype_fits, f"gradient_dtype {o.gradient_dtype}: gradients travel in torch.float32 or torch.bfloat16"
-    for name, given, offered in (
-        ("state_dtype", o.state_dtype, STATE_DTYPES),
-        ("master_dtype", o.master_dtype, MASTER_DTYPES),
-    ):
-        yield given not in offered, f"{name} is {given}: choose one of {', '.join(offered)}"
-    yield not count_fits, f"grad_accumulation is {backwards!r}: a whole number of backwards, from 1 on"
-    either = f'accumulate_on is {o.accumulate_on!r}: "device", "host", or "auto" for either'
-    yield o.accumulate_on not in ("auto", "device", "host"), either
-    yield o.clip not in ("global", "per_layer"), f'clip is {o.clip!r}: "global" or "per_layer"'
-    yield o.on_nonfinite not in (None, "skip", "raise"), f'on_nonfinite is {o.on_nonfinite!r}: "skip", "raise" or None'
-    yield not scale_fits, f'loss_scale is {scale!r}: "dynamic", a number from 1e-20 to 1e20, or None'
-
-
-def _wrong_combinations(o: Options) -> Iterator[tuple[bool, str]]:
-    """(Whether options contradict each other, what to say then)."""
-    yield (
-        bool(o.visit) and (o.k is None or o.k + (o.visit or 0.0) > 1.0),
-        f"visit is {o.visit!r} with k={'auto' if o.k is None else o.k}: give a number for k too, both 1 at most",
-    )
-    yield (
-        o.visit is None and (o.k is not None or o.policy != "deadline"),
-        'visit="auto" needs k="auto" and policy="deadline", which decides both',
-    )
-    yield o.policy == "fixed" and o.k is None, 'policy="fixed" needs a k: a fraction in [0, 1] in place of "auto"'
-    yield (
-        o.clip == "per_layer" and o.max_grad_norm is None,
-        'clip="per_layer" clips nothing without max_grad_norm: pass it too',
-    )
-    yield (
-        o.speculate is not None and not o.awaits_verdict,
-        f"speculate is {o.speculate!r}, but no step waits for the norm of its gradients: pass max_grad_norm "
-        'with clip="global", or on_nonfinite; or leave speculate out',
-    )
-    yield (
-        bool(o.speculate) and not o.overlap,
-        "speculate=True with overlap=False: leave one out, as nothing is updated before step() then",
-    )
-    yield (
-        o.loss_scale == "dynamic" and o.on_nonfinite == "raise",
-        'on_nonfinite="raise" with loss_scale="dynamic", which finds its scale by steps that are not finite: leave '
-        "on_nonfinite out, they are skipped and counted",
-    )
-    yield (
-        bool(o.speculate) and o.loss_scale is not None,
-        "speculate=True with loss_scale: leave one out, as every update needs the verdict's scale then",
-    )
 
 
 def check_same(ranks: Ranks, options: Options) -> None:
@@ -195,24 +42,8 @@ def check_same(ranks: Ranks, options: Options) -> None:
         raise UnsupportedError(
             "offload_weights with several ranks: FSDP2 shares the weights out there, so leave it out"
         )
-
-
-def check_device(given: torch.device | str | None, ranks: Ranks) -> torch.device | None:
-    """The device to train on, with its number; None for the model's own. Raises `ConfigError`, `UnsupportedError`."""
-    if given is None:
-        return None
-    try:
-        device = torch.device(given)
-        is_there = device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < torch.cuda.device_count())
-    except (RuntimeError, TypeError):
-        is_there = False
-    if not is_there:
-        raise ConfigError(f'device is {given!r}: "cpu", or "cuda" with a GPU that is there')
-    if ranks.world > 1:
+    if ranks.world > 1 and options.device is not None:
         raise UnsupportedError("device with several ranks: shard the model on the ranks' GPUs, and leave device out")
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def check_masters(model: nn.Module, options: Options) -> None:
@@ -317,33 +148,53 @@ def muon_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def group_ids(param_groups: list[dict[str, Any]]) -> list[list[int]]:
-    """The identity of each group's parameters."""
-    return [[id(parameter) for parameter in group["params"]] for group in param_groups]
+class Groups:
+    """The parameter groups of an optimizer, and what they were when they were noted last.
 
-
-def read_groups(
-    algorithm: Algorithm, param_groups: list[dict[str, Any]], ids: list[list[int]], rules: Sequence[str]
-) -> tuple[Hyper, ...]:
-    """The current hyperparameters. The user may have replaced the list of groups since `ids` and `rules` were taken.
-
-    Raises `UsageError` for other groups or parameters, and for hyperparameters that cannot be.
+    Without the optimizer, which it refers to weakly, there are none. The user may replace the list of groups.
     """
-    if len(param_groups) != len(ids):
-        raise UsageError(f"opt.param_groups has {len(param_groups)} groups in place of {len(ids)}: use add_param_group")
-    if group_ids(param_groups) != ids:
-        raise UsageError(
-            "opt.param_groups has other parameters than it was made with: add some with add_param_group, freeze some "
-            "with requires_grad_(False), or make the optimizer anew"
-        )
-    for group in param_groups:
-        try:
-            algorithm.of(group).check_kinds(group)
-        except (ConfigError, UnsupportedError) as error:
-            raise UsageError(f"in opt.param_groups, {error}") from None
-        if not algorithm.of(group).betas_fit(group):
-            raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
-    hypers = tuple(map(algorithm.hyper, param_groups))
-    if [hyper.rule for hyper in hypers] != list(rules):
-        raise UsageError(algorithm.rule_changed)
-    return hypers
+
+    def __init__(self, optimizer: torch.optim.Optimizer, algorithm: Algorithm) -> None:
+        self._optimizer, self._algorithm = weakref.ref(optimizer), algorithm
+        self.note()
+
+    @property
+    def now(self) -> list[dict[str, Any]]:
+        return [] if (optimizer := self._optimizer()) is None else optimizer.param_groups
+
+    def note(self) -> None:
+        """Remember them, to notice when the loop changes more than it may. The caller keeps the parameters."""
+        self.ids = self._ids()
+        self.rules = [self._algorithm.rule(group) for group in self.now]
+
+    def _ids(self) -> list[list[int]]:
+        return [[id(parameter) for parameter in group["params"]] for group in self.now]
+
+    def read(self) -> tuple[Hyper, ...]:
+        """The current hyperparameters.
+
+        Raises `UsageError` for other groups or parameters, and for hyperparameters that cannot be.
+        """
+        if self._optimizer() is None:
+            return ()
+        groups, algorithm = self.now, self._algorithm
+        if len(groups) != len(self.ids):
+            raise UsageError(
+                f"opt.param_groups has {len(groups)} groups in place of {len(self.ids)}: use add_param_group"
+            )
+        if self._ids() != self.ids:
+            raise UsageError(
+                "opt.param_groups has other parameters than it was made with: add some with add_param_group, freeze "
+                "some with requires_grad_(False), or make the optimizer anew"
+            )
+        for group in groups:
+            try:
+                algorithm.of(group).check_kinds(group)
+            except (ConfigError, UnsupportedError) as error:
+                raise UsageError(f"in opt.param_groups, {error}") from None
+            if not algorithm.of(group).betas_fit(group):
+                raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
+        hypers = tuple(map(algorithm.hyper, groups))
+        if [hyper.rule for hyper in hypers] != self.rules:
+            raise UsageError(algorithm.rule_changed)
+        return hypers

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Final
@@ -25,10 +25,9 @@ from typing import Any, Final
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.utils.weak import TensorWeakRef
 
-from hytrain.checks import Options, check_free, check_model
+from hytrain.checks import Groups, check_free, check_model
 from hytrain.config import ClusterConfig
 from hytrain.cotraining.partner import ADDRESS, WORKER
 from hytrain.cotraining.shares import CoTraining
@@ -55,6 +54,7 @@ from hytrain.model.trained import (
     build_layers,
     mark_blocks,
 )
+from hytrain.options import Options
 from hytrain.run import environment
 from hytrain.run.calibration import calibrate
 from hytrain.run.cluster import find_or_start
@@ -67,7 +67,6 @@ from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter
 from hytrain.state import dicts
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.activations import Activations
-from hytrain.step.backward import Groups
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
 from hytrain.step.offload import window_bytes
@@ -95,8 +94,7 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 class Session:
     """The processes, layers and engine of one `hytrain.AdamW`.
 
-    `groups` returns the current parameter groups, `read_groups` their checked hyperparameters. The constructor raises
-    what that of `hytrain.AdamW` raises.
+    The constructor raises what that of `hytrain.AdamW` raises.
     """
 
     def __init__(
@@ -106,20 +104,16 @@ class Session:
         config: ClusterConfig,
         *,
         ranks: Ranks,
-        pipeline_group: ProcessGroup | None,
-        device: torch.device | None,
-        groups: Callable[[], list[dict[str, Any]]],
-        read_groups: Callable[[], Groups],
-        log_to: Sequence[str],
+        groups: Groups,
     ) -> None:
         self._pid = os.getpid()
         self.ranks = ranks
-        self._stage = None if pipeline_group is None else torch.distributed.get_rank(pipeline_group)
+        self._stage = None if (stages := options.pipeline_group) is None else torch.distributed.get_rank(stages)
         came_from = check_model(model)
-        self._model_of, self._options, self._device = weakref.ref(model), options, device or came_from
+        self._model_of, self._options, self._device = weakref.ref(model), options, options.device or came_from
         self._first: dict[nn.Parameter, Tensor] = {}  # values that are not on the device yet
         self.memory = gpu_memory(self._device)
-        self._groups, self._read_groups = groups, read_groups
+        self._groups = groups
         self.accumulation = Accumulation(options.grad_accumulation)
         self.resting = dicts.Resting(options.algorithm, options.precision)
         self.parameters: list[TrainedParameter] = []
@@ -150,7 +144,7 @@ class Session:
             if self._place.rank == 0:
                 launcher = self._cluster.launcher_pid if isinstance(self._place, Seat) else None
                 environment.write(self.run_dir, self._device, launcher)
-            self._trackers = Trackers(log_to if ranks.rank == 0 else (), self.run_dir, self._cluster.run_name)
+            self._trackers = Trackers(options.log_to if ranks.rank == 0 else (), self.run_dir, self._cluster.run_name)
             undo.pop_all()
         self._first = {}
         for segment in (segment for layer in self.layers for segment in layer.segments):
@@ -177,7 +171,7 @@ class Session:
         fsdp.reshard(self._model)
         with self.ranks.together():
             layers, parameters, gates = self._split()
-            groups = self._read_groups()
+            groups = self._groups.read()
         by_id = {id(known.parameter): known for known in parameters}
         named = [(name, p) for name, p in self._model.named_parameters() if id(p) in by_id]
         hyper = [astuple(groups[by_id[id(parameter)].group]) for _, parameter in named]
@@ -208,7 +202,7 @@ class Session:
         self._unhook = unhook
         undo.callback(unhook)
         _managed.update((id(known.parameter), known.parameter) for known in parameters)
-        given = [p for group in self._groups() for p in group["params"]]
+        given = [p for group in self._groups.now for p in group["params"]]
         self._others = [TensorWeakRef(p) for p in given if id(p) not in _managed and p.numel()]  # empty: no change
         renew = weakref.WeakMethod(self._renew)
         engine.watch(lambda: (method := renew()) is not None and method())
@@ -217,10 +211,10 @@ class Session:
         """The layers of what is to be trained now, their parameters and gates. Checks that memory suffices."""
         options = self._options
         theirs = set(_managed) - self._own()
-        groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self._groups()]
+        groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self._groups.now]
         wanted = {id(parameter) for group in groups for parameter in group}
         fsdp.require_reduced(self._model, wanted)
-        rules = [options.algorithm.rule(group) for group in self._groups()]
+        rules = [options.algorithm.rule(group) for group in self._groups.now]
         whole = {id(p) for group, rule in zip(groups, rules, strict=True) if rule in ON_DEVICE for p in group}
         parts = split_layers(self._model, wanted, whole=whole)
         if not parts:
@@ -298,7 +292,7 @@ class Session:
             plans=plans,
             transfers=transfers,
             host=host,
-            read_groups=self._read_groups,
+            read_groups=self._groups.read,
             gpu_room=memory.room,
             host_free=self._host_free,
             hold_bytes=hold_bytes,
@@ -412,7 +406,7 @@ class Session:
             return False
         fsdp.reshard(self._model)
         present = {id(parameter) for parameter in self._model.parameters()}
-        if not all(id(p) in present for group in self._groups() for p in group["params"]):
+        if not all(id(p) in present for group in self._groups.now for p in group["params"]):
             return False  # `torch.func.functional_call` has replaced parameters
         self.rebuild()
         self.engine.before_root()

@@ -50,11 +50,11 @@ from interleaving_world import (
 from torch import nn
 
 from hytrain.algorithms import ADAMW
-from hytrain.checks import Options
 from hytrain.memory import visits
 from hytrain.model.layers import ModelLayer, Piece
 from hytrain.model.offloaded import _offloaded
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_layers
+from hytrain.options import Options
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.trace import NO_STEP, TraceWriter
@@ -297,15 +297,5 @@ def table_of(layers: list[TrainedLayer], blocks: tuple[tuple[int, ...], ...] = (
 def random_options(rng: random.Random) -> Options:
     """Most runs overlap updates with backward."""
     overlap = rng.random() < 0.85
-    wishes: Any = {
-        "algorithm": ADAMW,
-        "k": None,
-        "policy": "random",
-        "objective": "speed",
-        "backend": "auto",
-        "gradient_dtype": None,
-        "state_dtype": "float32",
-        "master_dtype": "float32",
-    }
-    sums: Any = {"grad_accumulation": 1, "accumulate_on": "device", "loss_scale": None, "overlap": overlap}
-    return Options(**wishes, **sums, max_grad_norm=1.0, clip="global", on_nonfinite="skip", speculate=None)
+    sums = {"accumulate_on": "device", "overlap": overlap}
+    return Options.of(ADAMW, {"policy": "random", "max_grad_norm": 1.0, "on_nonfinite": "skip", **sums})

@@ -13,7 +13,9 @@ from pydantic import BaseModel
 
 import hytrain
 from hytrain.config import ClusterConfig
-from hytrain.optim import Optimizer, SharedOptions
+from hytrain.optim import Optimizer
+from hytrain.options import TABLE, OneOf, SharedOptions
+from hytrain.recipe import config
 from hytrain.recipe.config import Recipe, Section
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "options.md").read_text()
@@ -50,7 +52,6 @@ def of(kind: Callable[..., Any]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("heading", "expected"),
     [
-        ("Every optimizer", of(Optimizer)),
         ("opt.cotrain", {**dict.fromkeys(("build", "loss", "parts"), "required"), **of(Optimizer.cotrain)}),
         ("hytrain.AdamW", of(hytrain.AdamW)),
         ("hytrain.Adam", of(hytrain.Adam)),
@@ -71,5 +72,29 @@ def test_each_setting_of_the_processes_has_its_variable() -> None:
         assert re.search(rf"^\| `{name}` \|.*\| `HYTRAIN_{name.upper()}` \|", PAGE, re.MULTILINE), name
 
 
-def test_each_algorithm_takes_what_every_optimizer_has() -> None:
-    assert SharedOptions.__annotations__.keys() == of(Optimizer).keys()
+def test_the_page_says_of_each_option_what_the_table_says() -> None:
+    section = PAGE.split("\n## Every optimizer\n")[1].split("\n## ")[0]
+    rows = [f"| `{name}` | `{said(row['default'])}` | {row['meaning']} |" for name, row in TABLE.items()]
+    assert section.split("| --- | --- | --- |\n")[1].splitlines() == rows
+
+
+def test_each_option_has_a_type_for_editors() -> None:
+    assert SharedOptions.__annotations__.keys() == TABLE.keys()
+
+
+def words(kind: Any) -> Iterator[str]:
+    """The texts in a type."""
+    for part in get_args(kind):
+        yield from [part] if isinstance(part, str) else words(part)
+
+
+def test_a_recipe_has_the_defaults_and_choices_of_the_options() -> None:
+    """The same names mean the same. A recipe's word for the parameters' own dtype is "auto"."""
+    fields = {**config.Optimizer.model_fields, **config.Run.model_fields, **config.Train.model_fields}
+    shared = fields.keys() & TABLE.keys()
+    assert shared >= {*config.Optimizer.model_fields, "log_to", "grad_accumulation", "max_grad_norm", "loss_scale"}
+    for name in shared - {"gradient_dtype", "device", "threads"}:
+        default, check = TABLE[name]["default"], TABLE[name]["check"]
+        assert fields[name].default == default, name
+        if isinstance(check, OneOf):
+            assert {*words(fields[name].annotation)} == {each for each in check.choices if each is not None}, name

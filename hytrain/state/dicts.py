@@ -37,13 +37,17 @@ def _step(count: int) -> Tensor:
     return torch.tensor(float(count), dtype=torch.float32, device="cpu")
 
 
-def state_dict(
-    groups: list[dict[str, Any]],
-    parameters: list[TrainedParameter],
-    resting: Resting,
-    *,
-    loss_scale: LossScale | None = None,
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """Where all of an optimizer's state is, while the engine has exposed it."""
+
+    groups: list[dict[str, Any]]
+    parameters: list[TrainedParameter]
+    resting: Resting
+    loss_scale: LossScale | None = None
+
+
+def state_dict(of: OptimizerState) -> dict[str, Any]:
     """The state in torch's form. A parameter that was never updated has no entry, as in torch.
 
     Before the first step, every trained parameter has one, of zeros, because torch's distributed checkpoints only read
@@ -52,19 +56,19 @@ def state_dict(
     A remainder is a copy: they read a file into these tensors before they load them, and loading the file's weights
     clears the remainders in the planes.
     """
-    index, packed = _numbered(groups, resting.algorithm)
-    if loss_scale is not None:
-        packed[0]["loss_scale"] = loss_scale.state()
+    index, packed = _numbered(of.groups, of.resting.algorithm)
+    if of.loss_scale is not None:
+        packed[0]["loss_scale"] = of.loss_scale.state()
     entries: list[tuple[nn.Parameter, int, dict[str, Tensor]]] = []
-    is_new = not any(known.count for known in parameters)
-    for known in parameters:
+    is_new = not any(known.count for known in of.parameters)
+    for known in of.parameters:
         if not (known.count or is_new):
             continue
         planes = {plane: gather(known, plane) for plane in known.plane_dtypes}
         if "remainder" in planes:
             planes["remainder"] = planes["remainder"].clone()
         entries.append((known.parameter, known.count, planes))
-    entries += [(rest.parameter, rest.count, rest.planes) for rest in resting]
+    entries += [(rest.parameter, rest.count, rest.planes) for rest in of.resting]
     on_host = len({tensor.device for _, _, planes in entries for tensor in planes.values()}) > 1
     on_host = on_host or any(is_distributed(parameter) for parameter, _, _ in entries)
     state: dict[int, dict[str, Tensor]] = {}
@@ -81,20 +85,16 @@ def state_dict(
 
 def load_state_dict(
     loaded: dict[str, Any],
-    groups: list[dict[str, Any]],
-    parameters: list[TrainedParameter],
-    resting: Resting,
+    into: OptimizerState,
     named: list[tuple[str, nn.Parameter]],
-    *,
-    loss_scale: LossScale | None = None,
-    when_checked: Callable[[], None] = lambda: None,
+    when_checked: Callable[[], None],
 ) -> None:
     """Write a state in torch's form into the planes. Raises `ConfigError` before anything is changed.
 
     Its keys are numbers, or names as in torch's distributed checkpoints. `named` are all names of all the model's
     parameters. `when_checked` is called before the first change.
     """
-    theirs = loaded["param_groups"]
+    theirs, groups, resting = loaded["param_groups"], into.groups, into.resting
     algorithm = resting.algorithm
     entries = {
         key: {name: value for name, value in loaded["state"].get(label, {}).items() if value is not None}
@@ -122,18 +122,18 @@ def load_state_dict(
     when_checked()
     for group, other in zip(groups, theirs, strict=True):
         group.update(hyper(other, algorithm.of(group)))
-    for known in parameters:
+    for known in into.parameters:
         entry = entries[id(known.parameter)]
         known.restore(count_of(entry))
         for plane in STATE_PLANES:
             scatter(known, plane, _part(entry, plane, known.parameter, known.plane_dtypes))
-    trained = {id(known.parameter) for known in parameters}
+    trained = {id(known.parameter) for known in into.parameters}
     resting.clear()
     for parameter in given:
         if (entry := entries[id(parameter)]) and id(parameter) not in trained:
             resting.load(names[id(parameter)], parameter, rules[id(parameter)], entry)
-    if loss_scale is not None:
-        loss_scale.load(theirs[0].get("loss_scale"))
+    if into.loss_scale is not None:
+        into.loss_scale.load(theirs[0].get("loss_scale"))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

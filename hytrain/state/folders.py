@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,9 +47,9 @@ from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.run.ranks import Ranks
 from hytrain.state import manifest
 from hytrain.state.dicts import (
+    OptimizerState,
     Resting,
     check_groups,
-    dtype_name,
     gather,
     hyper,
     rules_of,
@@ -59,16 +60,13 @@ from hytrain.state.index import FORMAT, INDEX, Index, Scale
 from hytrain.state.locks import locked
 from hytrain.state.shard_writer import SAVE, ShardWriter
 from hytrain.state.tensor_file import await_devices
-from hytrain.step.scaling import LossScale
-from hytrain.tensors import distributed, local, part_of, shaped
+from hytrain.tensors import distributed, local
 from protocol.handles import STATE_PLANES, Precision
 from protocol.rules import MOMENT_PLANES
 
-#: The folder of a save; earlier versions had two, in turn.
-FOLDER: Final = re.compile(r"state-([0-9a-f]{16}|[ab])")
+#: The folder of a save.
+FOLDER: Final = re.compile(r"state-[0-9a-f]{16}")
 SHARD: Final = ".safetensors"
-#: By their names in safetensors, in `FORMAT_OF_ONE_RANK`.
-DTYPES: Final = {"F32": torch.float32, "I16": torch.int16}
 #: The dtypes of moments in files, which are read as each other.
 MOMENTS: Final = {torch.float32, torch.bfloat16}
 
@@ -89,33 +87,73 @@ class Array:
 Arrays = dict[str, Array]
 
 
-class Finish(Protocol):
-    """What `save` returns. With `in_parallel`, somebody waits: several threads compute the checksums."""
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A save under way: its files are in `own`, which `finish` makes the current save of `folder`. `lock` guards it.
 
-    def __call__(self, ranks: Ranks, in_parallel: bool = False) -> None: ...
-
-
-def save(
-    folder: Path,
-    groups: list[dict[str, Any]],
-    parameters: list[TrainedParameter],
-    resting: Resting,
-    *,
-    steps: int,
-    loss_scale: LossScale | None = None,
-    memory: GpuMemory | None = None,
-) -> Finish:
-    """Write the state after `steps` steps into `folder`, which is created, and return what makes it the current one.
-
-    All ranks call that, too, perhaps on another thread: it waits for the disk, and reads no state. With `memory` that
-    has room for a copy of the state on every rank, it also writes the files. Until it has returned, a state that was
-    there before is in force. Both raise `SavingError` on all ranks if something cannot be written. Then the state that
-    was there is whole.
+    With a `loan`, `arrays` are copies in GPU memory, and `finish` writes the files.
     """
-    ranks = Ranks.of_job()
+
+    folder: Path
+    own: Path
+    arrays: Arrays
+    writer: ShardWriter
+    index: Index
+    lock: ExitStack
+    loan: Loan | None
+
+    def write(self, ranks: Ranks) -> None:
+        state, planner = _plan(self.arrays), _Writing(self.arrays)
+        with self._or_removed(ranks):
+            with manifest.writing(self.folder):
+                if ranks.world == 1:
+                    _save_alone(state, planner, self.writer)
+                else:
+                    _run(ranks, partial(state_dict_saver.save, state, storage_writer=self.writer, planner=planner))
+            with ranks.together(), manifest.writing(self.folder):
+                if ranks.rank == 0:
+                    (self.own / INDEX).write_text(self.index.text())
+
+    def finish(self, ranks: Ranks, in_parallel: bool = False) -> None:
+        """All ranks call it, perhaps on another thread: it waits for the disk, and reads no state.
+
+        With `in_parallel`, somebody waits: several threads compute the checksums.
+        """
+        if self.loan is not None:
+            try:
+                self.write(ranks)
+            finally:
+                self.loan.give_back()
+        with self._or_removed(ranks):
+            written = chain(self.own.glob(f"shard-{ranks.rank + 1:05d}-*"), [self.own / INDEX] * (ranks.rank == 0))
+            manifest.seal(self.folder, written, ranks, in_parallel=in_parallel)
+        if ranks.rank == 0:
+            with suppress(OSError):
+                _sweep(self.folder)
+        self.lock.close()
+
+    @contextmanager
+    def _or_removed(self, ranks: Ranks) -> Iterator[None]:
+        try:
+            yield
+        except SavingError:
+            if ranks.rank == 0 and not _is_current(self.own):
+                shutil.rmtree(self.own, ignore_errors=True)  # it may be what fills the disk
+            self.lock.close()
+            raise
+
+
+def save(folder: Path, state: OptimizerState, *, steps: int, memory: GpuMemory | None = None) -> Save:
+    """Write the state after `steps` steps into `folder`, which is created. `Save.finish` makes it the current one.
+
+    With `memory` that has room for a copy of the state on every rank, that also writes the files. Until it has
+    returned, a state that was there before is in force. Both raise `SavingError` on all ranks if something cannot be
+    written. Then the state that was there is whole.
+    """
+    ranks, resting = Ranks.of_job(), state.resting
     step_of, rested, files = dict[str, int](), dict[str, int](), dict[str, int]()
-    own_steps = {clean(known.name): known.count for known in parameters}
-    own_files = {clean(known.name): known.places[0][0].lid + 1 for known in parameters if known.places}
+    own_steps = {clean(known.name): known.count for known in state.parameters}
+    own_files = {clean(known.name): known.places[0][0].lid + 1 for known in state.parameters if known.places}
     own_rested = {clean(rest.name): rest.count for rest in resting}
     for steps_of_one, files_of_one, rested_of_one in ranks.gather((own_steps, own_files, own_rested)):
         step_of |= steps_of_one
@@ -125,67 +163,27 @@ def save(
     with ranks.together(), manifest.writing(folder):
         made = _made(folder, lock) if ranks.rank == 0 else None
     own = ranks.gather(made)[0]
-    arrays = _trained(parameters, resting.precision) | _rested(resting)
+    arrays = _trained(state.parameters, resting.precision) | _rested(resting)
     file_of = {f"{plane}.{name}": file for name, file in files.items() for plane in STATE_PLANES}
     await_devices(array.like for array in arrays.values())
     loan = None if memory is None else _copy(arrays, memory, ranks)
     dtypes = {name: array.dtype for name, array in arrays.items()}
-    writer = ShardWriter(own, ranks.rank, file_of, dtypes, save=own.name, in_parallel=loan is None)
     index = Index(
         format=FORMAT,
         save=own.name,
         steps=steps,
         algorithm=resting.algorithm.name,
-        param_groups=[hyper(group, resting.algorithm.of(group)) for group in groups],
+        param_groups=[hyper(group, resting.algorithm.of(group)) for group in state.groups],
         step_of=step_of,
         resting=rested,
-        loss_scale=None if loss_scale is None else Scale.model_validate(loss_scale.state()),
+        loss_scale=None if state.loss_scale is None else Scale.model_validate(state.loss_scale.state()),
         **resting.precision._asdict(),
     )
-
-    def written() -> Iterator[Path]:
-        yield from own.glob(f"shard-{ranks.rank + 1:05d}-*")
-        if ranks.rank == 0:
-            yield own / INDEX
-
-    @contextmanager
-    def or_removed() -> Iterator[None]:
-        try:
-            yield
-        except SavingError:
-            if ranks.rank == 0 and not _is_current(own):
-                shutil.rmtree(own, ignore_errors=True)  # it may be what fills the disk
-            lock.close()
-            raise
-
-    def write(ranks: Ranks) -> None:
-        state, planner = _plan(arrays), _Writing(arrays)
-        with or_removed():
-            with manifest.writing(folder):
-                if ranks.world == 1:
-                    _save_alone(state, planner, writer)
-                else:
-                    _run(ranks, partial(state_dict_saver.save, state, storage_writer=writer, planner=planner))
-            with ranks.together(), manifest.writing(folder):
-                if ranks.rank == 0:
-                    (own / INDEX).write_text(index.text())
-
-    def finish(ranks: Ranks, in_parallel: bool = False) -> None:
-        if loan is not None:
-            try:
-                write(ranks)
-            finally:
-                loan.give_back()
-        with or_removed():
-            manifest.seal(folder, written(), ranks, in_parallel=in_parallel)
-        if ranks.rank == 0:
-            with suppress(OSError):
-                _sweep(folder)
-        lock.close()
-
+    writer = ShardWriter(own, ranks.rank, file_of, dtypes, save=own.name, in_parallel=loan is None)
+    saved = Save(folder, own, arrays, writer, index, lock, loan)
     if loan is None:
-        write(ranks)
-    return finish
+        saved.write(ranks)
+    return saved
 
 
 def _copy(arrays: Arrays, memory: GpuMemory, ranks: Ranks) -> Loan | None:
@@ -202,111 +200,105 @@ def _copy(arrays: Arrays, memory: GpuMemory, ranks: Ranks) -> Loan | None:
 
 
 def load(
-    folder: Path,
-    groups: list[dict[str, Any]],
-    parameters: list[TrainedParameter],
-    resting: Resting,
-    named: dict[str, nn.Parameter],
-    *,
-    loss_scale: LossScale | None = None,
-    when_checked: Callable[[], None] = lambda: None,
+    folder: Path, into: OptimizerState, named: dict[str, nn.Parameter], when_checked: Callable[[], None] = lambda: None
 ) -> int:
     """Load what `save` wrote and return the number of steps. `when_checked` is called before the first change.
 
     Raises `ConfigError` on all ranks, before anything is changed, if the state is missing, damaged or of another model.
     What others save meanwhile is not read.
     """
-    ranks = Ranks.of_job()
+    ranks, resting, precision = Ranks.of_job(), into.resting, into.resting.precision
+    found = {clean(name): parameter for name, parameter in named.items()}
     with ExitStack() as held:
         try:
             sealed = held.enter_context(manifest.verified(folder, ranks))
         except ConfigError as error:
             raise ConfigError(f"no optimizer state in {folder}: {error}") from None
-        return _load(folder, sealed, groups, parameters, resting, named, loss_scale, when_checked, ranks)
-
-
-def _load(
-    folder: Path,
-    sealed: Sequence[Path],
-    groups: list[dict[str, Any]],
-    parameters: list[TrainedParameter],
-    resting: Resting,
-    named: dict[str, nn.Parameter],
-    loss_scale: LossScale | None,
-    when_checked: Callable[[], None],
-    ranks: Ranks,
-) -> int:
-    found = {clean(name): parameter for name, parameter in named.items()}
-    arrays, entries, moments = _trained(parameters, resting.precision), dict[str, dict[str, Any]](), set[str]()
-    everyones = ranks.gather(({clean(known.name) for known in parameters}, set(found)))
-    names, all_names = (set[str]().union(*sets) for sets in zip(*everyones, strict=True))
-
-    with ranks.together():
-        indices = [path for path in sealed if path.name == INDEX and FOLDER.fullmatch(path.parent.name)]
-        if len(indices) != 1:
-            raise ConfigError(f"no optimizer state in {folder}: {len(indices)} files {INDEX} are in {manifest.SUMS}")
-        slot = indices[0].parent
-        index = Index.read(indices[0], groups, resting.algorithm)
-        if others := index.step_of.keys() ^ names:
-            raise ConfigError(
-                f"the optimizer state in {folder} is of another model, or {min(others)} was frozen in one of the two "
-                "and is not in the other: freeze the same parameters, or use state_dict() and load_state_dict()"
-            )
-        if unknown := index.resting.keys() - all_names:
-            raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
-        check_groups(groups, index.param_groups, resting.algorithm)
-        shards = [path for path in sealed if path.parent == slot and path.suffix == SHARD]
-        try:
-            saved = _Shards(slot, shards, index.save) if index.format == FORMAT else _Pieces(shards)
-        except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
-        rules = rules_of(groups, resting.algorithm)
-        for name in sorted(index.resting.keys() & found.keys()):
-            entries[name] = {"step": index.resting[name]}
-            for plane, dtype in plane_dtypes(found[name], rules[id(found[name])], resting.precision).items():
-                if plane != "remainder" or saved.dtype(f"{plane}.{name}", found[name]) is not None:
-                    room = torch.empty_like(local(found[name]).detach(), dtype=dtype, device="cpu")
-                    arrays[f"{plane}.{name}"] = _held(room, found[name])
-                    entries[name][plane] = distributed(room, found[name])
-        has_masters = index.master_dtype == "float32"
-        lone = [known for known in parameters if known.parameter.dtype is torch.bfloat16 and not has_masters]
+        everyones = ranks.gather(({clean(known.name) for known in into.parameters}, set(found)))
+        names, all_names = (set[str]().union(*sets) for sets in zip(*everyones, strict=True))
+        with ranks.together():
+            index, saved = _opened(folder, sealed, into, names, all_names)
+            rules, arrays = rules_of(into.groups, resting.algorithm), _trained(into.parameters, precision)
+            entries = {name: {"step": index.resting[name]} for name in sorted(index.resting.keys() & found.keys())}
+            for name, entry in entries.items():
+                arrays |= _room(name, found[name], rules[id(found[name])], precision, saved, entry)
+            has_masters = index.master_dtype == "float32"
+            lone = [known for known in into.parameters if known.parameter.dtype is torch.bfloat16 and not has_masters]
+            for known in lone:
+                arrays.pop(f"remainder.{clean(known.name)}", None)
+            for name, array in arrays.items():
+                theirs = saved.dtype(name, array.like)
+                if theirs is None or (theirs != array.dtype and not {theirs, array.dtype} <= MOMENTS):
+                    raise ConfigError(f"{name} in {saved.folder} is missing or of another shape")
+            moments = {index.state_dtype for name in arrays if name.partition(".")[0] in MOMENT_PLANES}
+        tell_of_conversion(str(folder), moments, has_masters, precision)
+        when_checked()
         for known in lone:
-            arrays.pop(f"remainder.{clean(known.name)}", None)
-        for name, array in arrays.items():
-            theirs = saved.dtype(name, array.like)
-            if theirs is None or (theirs != array.dtype and not {theirs, array.dtype} <= MOMENTS):
-                raise ConfigError(f"{name} in {slot} is missing or of another shape")
-            if name.partition(".")[0] in MOMENT_PLANES:
-                moments.add(index.state_dtype or dtype_name(theirs))
-    tell_of_conversion(str(folder), moments, has_masters, resting.precision)
-    when_checked()
-    for known in lone:
-        scatter(known, "remainder", None)
-    saved.read(arrays, ranks)
-    resting.clear()
-    for name, entry in entries.items():
-        resting.load(name, found[name], rules[id(found[name])], entry)
-    for group, other in zip(groups, index.param_groups, strict=True):
+            scatter(known, "remainder", None)
+        saved.read(arrays, ranks)
+        resting.clear()
+        for name, entry in entries.items():
+            resting.load(name, found[name], rules[id(found[name])], entry)
+    for group, other in zip(into.groups, index.param_groups, strict=True):
         numbers = hyper(other, resting.algorithm.of(other))
         group.update({key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()})
-    for known in parameters:
+    for known in into.parameters:
         known.restore(index.step_of[clean(known.name)])
-    if loss_scale is not None:
-        loss_scale.load(None if index.loss_scale is None else index.loss_scale.model_dump())
+    if into.loss_scale is not None:
+        into.loss_scale.load(None if index.loss_scale is None else index.loss_scale.model_dump())
     return index.steps
+
+
+def _opened(
+    folder: Path, sealed: Sequence[Path], into: OptimizerState, names: set[str], all_names: set[str]
+) -> tuple[Index, _Shards]:
+    """The save in `folder`, whose index fits: it has the parameters `names`, and none that are not in `all_names`."""
+    indices = [path for path in sealed if path.name == INDEX and FOLDER.fullmatch(path.parent.name)]
+    if len(indices) != 1:
+        raise ConfigError(f"no optimizer state in {folder}: {len(indices)} files {INDEX} are in {manifest.SUMS}")
+    slot, algorithm = indices[0].parent, into.resting.algorithm
+    index = Index.read(indices[0], into.groups, algorithm)
+    if others := index.step_of.keys() ^ names:
+        raise ConfigError(
+            f"the optimizer state in {folder} is of another model, or {min(others)} was frozen in one of the two "
+            "and is not in the other: freeze the same parameters, or use state_dict() and load_state_dict()"
+        )
+    if unknown := index.resting.keys() - all_names:
+        raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
+    check_groups(into.groups, index.param_groups, algorithm)
+    try:
+        return index, _Shards(
+            slot, [path for path in sealed if path.parent == slot and path.suffix == SHARD], index.save
+        )
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
+
+
+def _room(
+    name: str, parameter: nn.Parameter, rule: str, precision: Precision, saved: _Shards, entry: dict[str, Any]
+) -> Arrays:
+    """Memory for the state of a parameter that rests, which `entry` gets in torch's form."""
+    arrays = Arrays()
+    for plane, dtype in plane_dtypes(parameter, rule, precision).items():
+        if plane != "remainder" or saved.dtype(f"{plane}.{name}", parameter) is not None:
+            room = torch.empty_like(local(parameter).detach(), dtype=dtype, device="cpu")
+            arrays[f"{plane}.{name}"] = _held(room, parameter)
+            entry[plane] = distributed(room, parameter)
+    return arrays
 
 
 class _Shards:
     """What `save` writes."""
 
-    def __init__(self, slot: Path, files: Sequence[Path], save: str | None) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path], save: str) -> None:
+        self.folder = folder
         for path in files:
             with safe_open(path, framework="pt") as file:
                 if (file.metadata() or {}).get(SAVE) != save:
                     raise ConfigError(f"{path} is not of the same save as {INDEX}: load another checkpoint")
-        self._reader = HuggingFaceStorageReader(str(slot))
+        self._reader = HuggingFaceStorageReader(str(folder))
         vars(self._reader.fs)["ls"] = lambda _: [str(path) for path in files]  # not whatever else lies there
         self._found = self._reader.read_metadata().state_dict_metadata
 
@@ -322,34 +314,6 @@ class _Shards:
         _run(
             ranks, partial(state_dict_loader.load, _plan(arrays), storage_reader=self._reader, planner=_Reading(arrays))
         )
-
-
-class _Pieces:
-    """What one rank wrote in `FORMAT_OF_ONE_RANK`."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self._places: dict[str, list[tuple[int, Path, str]]] = {}
-        self._dtypes: dict[str, torch.dtype] = {}
-        self._numels: dict[str, int] = {}
-        for path in files:
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118  (no mapping)
-                    found, (name, _, start) = file.get_slice(key), clean(key).partition("[")
-                    self._places.setdefault(name, []).append((int(start.rstrip("]") or 0), path, key))
-                    self._dtypes[name] = DTYPES[found.get_dtype()]
-                    self._numels[name] = self._numels.get(name, 0) + prod(found.get_shape())
-
-    def dtype(self, name: str, like: Tensor) -> torch.dtype | None:
-        return self._dtypes[name] if self._numels.get(name) == like.numel() else None
-
-    def read(self, arrays: Arrays, ranks: Ranks) -> None:
-        with ranks.together():
-            for name, array in arrays.items():
-                whole = [_tensor(path, key) for _, path, key in sorted(self._places[name])]
-                is_shaped = whole[0].shape == array.like.shape
-                values = array.read()
-                values.copy_(part_of(whole[0] if is_shaped else shaped(torch.cat(whole), array.like), array.like))
-                array.write(values)
 
 
 class _Writing(DefaultSavePlanner):
@@ -427,12 +391,6 @@ def _rested(resting: Resting) -> Arrays:
 
 def _held(values: Tensor, parameter: nn.Parameter) -> Array:
     return Array(distributed(values, parameter), values.dtype, lambda: values)
-
-
-def _tensor(path: Path, key: str) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(key)
-    return tensor
 
 
 def _made(folder: Path, lock: ExitStack) -> Path:

@@ -25,8 +25,6 @@ from protocol.messages import MASTER_DTYPES, STATE_DTYPES
 
 INDEX: Final = "index.json"
 FORMAT: Final = 3
-#: Written by one rank: `exp_avg.NAME`, or `exp_avg.NAME[START]` for a piece of it, has elements in storage order.
-FORMAT_OF_ONE_RANK: Final = 2
 
 #: A number of steps, which a float64 can have.
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -44,18 +42,18 @@ class Scale(_Part):
 
 
 class Index(_Part):
-    """The content of the file. `save`: the name of the save, which the shards have, too; None in earlier versions."""
+    """The content of the file. `save`: the name of the save, which the shards have, too."""
 
-    format: Literal[2, 3]
-    save: str | None = None
+    format: Literal[3]
+    save: str
     steps: Count
-    algorithm: str = "AdamW"
+    algorithm: str
     param_groups: list[dict[str, Any]]
     step_of: dict[str, Count]
     resting: dict[str, Count]
     loss_scale: Scale | None = None
-    state_dtype: str | None = Field(default=None, pattern=f"^({'|'.join(STATE_DTYPES)})$")
-    master_dtype: str = Field(default="float32", pattern=f"^({'|'.join(MASTER_DTYPES)})$")
+    state_dtype: str = Field(pattern=f"^({'|'.join(STATE_DTYPES)})$")
+    master_dtype: str = Field(pattern=f"^({'|'.join(MASTER_DTYPES)})$")
 
     def text(self) -> str:
         return json.dumps(self.model_dump(), indent=1, default=float)  # a scheduler's numbers may be numpy's

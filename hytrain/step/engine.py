@@ -18,7 +18,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hytrain.checks import Options
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.memory.capacity import Room
@@ -27,6 +26,7 @@ from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
+from hytrain.options import Options
 from hytrain.run.link import Draft, Link
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks

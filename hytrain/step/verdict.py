@@ -30,10 +30,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from hytrain.checks import Options
 from hytrain.errors import NonFiniteGradients
 from hytrain.memory.transfer import Copy, Transfer, Transfers
 from hytrain.model.trained import TrainedLayer, TrainedParameter
+from hytrain.options import Options
 from hytrain.run.link import Draft
 from hytrain.run.ranks import Ranks
 from hytrain.step.scaling import LossScale

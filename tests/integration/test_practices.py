@@ -19,7 +19,7 @@ from torch import nn
 
 import hytrain
 from hytrain.errors import UnsupportedError, UsageError
-from hytrain.optim import TorchsOptions
+from hytrain.options import TorchsOptions
 
 #: What HyTrain has no counterpart of.
 NOT_OFFERED = {"amsgrad", "capturable", "differentiable"}

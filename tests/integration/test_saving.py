@@ -426,14 +426,10 @@ def test_an_index_that_somebody_has_edited_is_refused_and_changes_nothing(tmp_pa
 # ---------------------------------------------------------------- several processes, one folder
 
 
-def filled(opt: hytrain.AdamW, number: int) -> hytrain.AdamW:
-    folders.fill(opt, number)
-    return opt
-
-
 def begun(opt: hytrain.AdamW, folder: Path, number: int) -> Callable[[], None]:
     """A save whose files are written. What is returned makes it the current one."""
-    return partial(state_folders.save(folder, *filled(opt, number)._saved, steps=number), Ranks())
+    folders.fill(opt, number)
+    return partial(state_folders.save(folder, folders.state(opt), steps=number).finish, Ranks())
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

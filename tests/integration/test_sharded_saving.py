@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import LR, adamw, differing
 from ranks import RankGroup
-from safetensors.torch import save_file
 from sharded_models import Decoder, for_this_rank, fused, next_token_loss
 from torch import Tensor, nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
@@ -156,8 +155,8 @@ def load_all(name: str, shape: tuple[int, ...], folder: Path) -> tuple[dict[str,
     """The state that every way loads, and the one two steps later."""
     model, loaded = sharded(name, *shape), list[dict[str, Tensor]]()
     with adamw(model, lr=0.5, **for_this_rank(K), **precision(name)) as opt:
-        for way in ("sharded", "full", "async", "staged by the writer", "own", "copied", "old"):
-            if way in ("own", "copied", "old"):
+        for way in ("sharded", "full", "async", "staged by the writer", "own", "copied"):
+            if way in ("own", "copied"):
                 opt.load(folder / way)
                 weights = model.state_dict()
                 dcp.load({"model": weights}, checkpoint_id=folder / "sharded")
@@ -192,39 +191,11 @@ def load_from_torch(shape: tuple[int, ...], folder: Path) -> dict[str, Tensor]:
 # ---------------------------------------------------------------- and outside
 
 
-def save_as_before(folder: Path, saved: dict[str, Tensor]) -> None:
-    """As earlier versions did: in storage order, large ones in pieces."""
-    (folder / "state-b").mkdir(parents=True)
-    names = {name.rpartition(".exp_avg")[0] for name in saved if name.endswith(".exp_avg")}
-    index = {
-        "format": 2,
-        "steps": 3,
-        "param_groups": [{"lr": LR, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "maximize": False}],
-        "step_of": dict.fromkeys(sorted(names), 3),
-        "resting": {},
-        "loss_scale": None,
-    }
-    (folder / "state-b" / "index.json").write_text(json.dumps(index))
-    files: list[dict[str, Tensor]] = [{}, {}]
-    for name in names:
-        for plane in {"remainder", "exp_avg", "exp_avg_sq"} & {key.removeprefix(f"{name}.") for key in saved}:
-            values = saved[f"{name}.{plane}"].flatten()
-            values = values.to(torch.int16) if plane == "remainder" else values.float()
-            if len(values) > 100:
-                files[0][f"{plane}.{name}[0]"], files[1][f"{plane}.{name}[90]"] = values[:90], values[90:]
-            else:
-                files[0][f"{plane}.{name}"] = values
-    for number, file in enumerate(files):
-        save_file(file, folder / "state-b" / f"layer-{number:05d}.safetensors")
-    manifest.seal(folder, (folder / "state-b").iterdir())
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_saved_on_four_and_loaded_on_two_and_one(
     name: str, four_ranks: RankGroup, two_ranks: RankGroup, tmp_path: Path
 ) -> None:
     saved, *_ = four_ranks.run(save_all, name, (4,), tmp_path)
-    save_as_before(tmp_path / "old", saved)
     (loaded, trained), *_ = two_ranks.run(load_all, name, (2,), tmp_path)
     assert differing(loaded, saved) == []
     if "float32" in name:
@@ -234,16 +205,14 @@ def test_saved_on_four_and_loaded_on_two_and_one(
     model = MODELS[name]()
     model.load_state_dict({name: value for name, value in saved.items() if name in dict(model.named_parameters())})
     with adamw(model, k=0.5, **precision(name)) as opt:
-        for way in ("own", "old"):
-            opt.load(tmp_path / way)
-            assert differing(whole(model, opt), saved) == []
+        opt.load(tmp_path / "own")
+        assert differing(whole(model, opt), saved) == []
 
 
 @pytest.mark.slow
 def test_saved_on_eight_and_loaded_on_four(eight_ranks: RankGroup, four_ranks: RankGroup, tmp_path: Path) -> None:
     name = next(iter(MODELS))
     saved, *_ = eight_ranks.run(save_all, name, (8,), tmp_path)
-    save_as_before(tmp_path / "old", saved)
     (loaded, _), *_ = four_ranks.run(load_all, name, (4,), tmp_path)
     assert differing(loaded, saved) == []
 
@@ -296,7 +265,6 @@ def test_weights_are_exported_from_shards(two_ranks: RankGroup, tmp_path: Path) 
 def test_saved_and_loaded_on_two_gpus(name: str, tmp_path: Path, two_gpus: RankGroup) -> None:
     """State that is in host memory has a mesh of GPUs."""
     saved, *_ = two_gpus.run(save_all, name, (2,), tmp_path)
-    save_as_before(tmp_path / "old", saved)
     assert differing(two_gpus.run(load_all, name, (2,), tmp_path)[0][0], saved) == []
 
 

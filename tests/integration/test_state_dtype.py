@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from variants import slow
 
 from hytrain.algorithms import ADAMW
-from hytrain.checks import check_options, check_same
+from hytrain.checks import check_same
 from hytrain.errors import ConfigError
 from hytrain.kernels.torch_backend import vectors
 from hytrain.memory import visits
 from hytrain.model import layers
+from hytrain.options import Options
 from hytrain.step import offload
 from protocol.messages import STATE_DTYPES
 
@@ -212,18 +213,10 @@ def test_masters_can_only_be_left_out_where_there_are_some() -> None:
 
 def test_ranks_with_another_precision_are_refused() -> None:
     """Each would train shards of its own kind. So would CPUs on which torch rounds in another way."""
-    given = dict.fromkeys(("k", "visit", "offload_weights"), 0.0) | {
-        "policy": "fixed",
-        "objective": "speed",
-        "backend": "auto",
-    }
-    given |= {"gradient_dtype": None, "grad_accumulation": 1, "accumulate_on": "auto", "max_grad_norm": None}
-    given |= {"clip": "global", "on_nonfinite": None, "speculate": None, "loss_scale": None, "overlap": True}
-    given |= {"algorithm": ADAMW}
 
     def compared(state_dtype: str, master_dtype: str) -> Any:
         ranks = Mock(world=1)
-        check_same(ranks, check_options(**given, state_dtype=state_dtype, master_dtype=master_dtype))
+        check_same(ranks, Options.of(ADAMW, {"state_dtype": state_dtype, "master_dtype": master_dtype}))
         how_torch_rounds, (options, _) = (call.args for call in ranks.require_same.call_args_list)
         assert how_torch_rounds[0] == vectors() and "ATEN_CPU_CAPABILITY" in how_torch_rounds[1]
         return options

@@ -36,7 +36,7 @@ from torch import nn
 import hytrain
 from hytrain.run.ranks import Ranks
 from hytrain.state import folders
-from hytrain.state.dicts import gather, scatter
+from hytrain.state.dicts import OptimizerState, gather, scatter
 
 PLANES: Final = ("exp_avg", "exp_avg_sq")
 FOLDERS: Final = 2
@@ -67,13 +67,18 @@ def numbers(opt: hytrain.AdamW) -> set[float]:
     return found | {float(known.count) for known in opt._session.parameters} | {float(opt.param_groups[0]["lr"])}
 
 
+def state(opt: hytrain.AdamW) -> OptimizerState:
+    """Without the engine, which is the parent's in a fork."""
+    return OptimizerState(opt.param_groups, opt._session.parameters, opt._session.resting)
+
+
 def save(opt: hytrain.AdamW, folder: Path, number: int, in_parallel: bool) -> list[float]:
-    folders.save(folder, *opt._saved, steps=number)(Ranks(), in_parallel=in_parallel)
+    folders.save(folder, state(opt), steps=number).finish(Ranks(), in_parallel=in_parallel)
     return [number]
 
 
 def load(opt: hytrain.AdamW, folder: Path) -> list[float]:
-    steps = folders.load(folder, *opt._saved, dict(opt._model.named_parameters()))
+    steps = folders.load(folder, state(opt), dict(opt._model.named_parameters()))
     return sorted(numbers(opt) | {float(steps)})
 
 

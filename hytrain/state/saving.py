@@ -1,0 +1,158 @@
+"""A torch optimizer that saves and loads its state: the methods that torch has for it, and those for folders.
+
+`dicts` has the state in torch's form, `folders` the files, `saver` the thread of `async_save`.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hytrain.errors import UsageError
+from hytrain.memory.capacity import GpuMemory
+from hytrain.model.consumed import NO_STATE, NoState
+from hytrain.run.ranks import Ranks
+from hytrain.state import dicts
+from hytrain.state.dicts import OptimizerState
+from hytrain.state.saver import Saver
+from hytrain.step.engine import Engine
+
+if TYPE_CHECKING:
+    from hytrain.session import Session
+    from hytrain.state import folders
+
+
+class SavedOptimizer(torch.optim.Optimizer):
+    """The state of an optimizer that has a session: what torch, Accelerate and users read, save and load of it."""
+
+    _model: nn.Module
+    _session: Session
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._saver = Saver()
+        super().__init__(params, defaults)
+
+    @property
+    def _engine(self) -> Engine:
+        return self._session.engine
+
+    def _state(self, asked: str) -> OptimizerState:
+        """All state, with every update. Raises `UsageError` between backward and `step()`."""
+        engine, session = self._engine, self._session
+        engine.before_load(asked)
+        engine.expose_state()
+        return OptimizerState(self.param_groups, session.parameters, session.resting, engine.loss_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the format of torch's optimizer of the same name, after waiting for all updates.
+
+        A parameter that was never updated has no entry, as in torch; before the first step, all have entries of zeros.
+        Each entry counts the parameter's updates in `step`, also where torch does not. Moments are views of the planes,
+        not copies; float8 ones are copies, in bfloat16 and in host memory. If the GPU owns some layers and the host
+        others, those of the GPU are copied to the host. bfloat16 parameters have a `remainder` (int16) next to the
+        moments: weights and remainder together are the master. The `remainder` of float16 parameters is the master
+        itself (float32). Remainders are copies. The loss scale's state is in the first group, and the step's number
+        beside the groups, under keys that torch ignores.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        self._engine.import_written()
+        state = dicts.state_dict(self._state("opt.state_dict()"))
+        state["steps"] = self._engine.steps
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, here or from torch; parameters may have names for numbers.
+
+        Raises:
+            ConfigError: The state does not fit.
+            UsageError: Called between backward and `step()`.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        named = list(self._model.named_parameters(remove_duplicate=False))
+        dicts.load_state_dict(state_dict, self._state("opt.load_state_dict()"), named, self._import_for_loading)
+        counts = map(dicts.count_of, state_dict["state"].values())
+        self._session.restored(state_dict.get("steps", max(counts, default=0)))
+        self._engine.state_was_loaded()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _import_for_loading(self) -> None:
+        """Called before state is overwritten. Keeps remainders: what is loaded may be a view of the current state."""
+        self._engine.import_weights(keep_remainder=True)
+        self._engine.expose_state()
+
+    @property  # type: ignore[override]
+    def state(self) -> NoState:
+        """Always empty, but true; see `state_dict`. Reading or writing an entry raises `UsageError`."""
+        return self._no_state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if hasattr(self, "_no_state"):
+            raise UsageError(NO_STATE)
+        self._no_state = NoState()  # torch's constructor
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Called by `copy` and `pickle`."""
+        raise UsageError("an optimizer of HyTrain cannot be copied or pickled: use its state_dict(), or opt.save")
+
+    def save(self, folder: str | Path) -> None:
+        """Write the whole optimizer state into `folder` as safetensors: step counts, moments, remainders.
+
+        All ranks call it, with a folder that all of them see. Each one writes its own shards.
+
+        A state that `folder` has is replaced in one rename: if the process is killed, the folder has the old state or
+        the new one. `sha256sum -c SHA256SUMS` in the folder checks it, and so does `load`. The folder's other files
+        stay. Several processes may save into one folder: the last one to finish has saved its state.
+
+        Raises `SavingError` if it cannot be written: the disk is full, for example. Then the old state is there, and
+        training can go on.
+        """
+        self._write(folder, "opt.save()").finish(Ranks.of_job(), in_parallel=True)
+
+    def async_save(self, folder: str | Path) -> Future[None]:
+        """Like `save`, but return as soon as there is a copy of this step's state, and train on meanwhile.
+
+        The copy is in GPU memory that no step so far has needed. Without so much of it on every rank, it is the files,
+        which the system has in memory. A thread of this process writes the files, waits for the disk, computes the
+        checksums, and makes the state the folder's current one. Then the future is done, or has the `SavingError`,
+        which is also logged. The next save waits for it, and so does `close`.
+
+        The name and the meaning are those of `torch.distributed.checkpoint.async_save`. Model weights are not part of
+        it: save them before the next step.
+        """
+        saved = self._write(folder, "opt.async_save()", self._session.memory)
+        return self._saver.start(saved.finish, f"the optimizer's state in {folder}")
+
+    def _write(self, folder: str | Path, asked: str, memory: GpuMemory | None = None) -> folders.Save:
+        """Write the state into files."""
+        from hytrain.state import folders  # importing torch's distributed checkpoints takes a second
+
+        self._saver.wait()
+        self._engine.import_written()
+        return folders.save(Path(folder), self._state(asked), steps=self._engine.steps, memory=memory)
+
+    def load(self, folder: str | Path) -> None:
+        """Read what `save` wrote, on any number of ranks. Load the model's weights yourself, before or after.
+
+        What others save there meanwhile is not read.
+
+        Raises:
+            ConfigError: The folder is incomplete, damaged, or another model's. Nothing has changed.
+            UsageError: Called between backward and `step()`.
+        """
+        from hytrain.state import folders
+
+        self._saver.wait()
+        named = dict(self._model.named_parameters())
+        self._session.restored(folders.load(Path(folder), self._state("opt.load()"), named, self._import_for_loading))
+        self._engine.state_was_loaded()
