@@ -18,7 +18,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Set
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,58 +26,38 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from hytrain.build import Build, Site
 from hytrain.checks import Groups, check_free, check_model
 from hytrain.config import ClusterConfig
 from hytrain.cotraining.partner import ADDRESS, WORKER
 from hytrain.cotraining.shares import CoTraining
-from hytrain.errors import BackendUnavailable, UnsupportedError, UsageError
-from hytrain.kernels import choice
-from hytrain.kernels.backend import Backend
-from hytrain.kernels.torch_backend import vectors
+from hytrain.errors import UnsupportedError, UsageError
 from hytrain.memory.arena import allow_descriptors
-from hytrain.memory.capacity import gpu_memory, host_bound, host_bytes, host_free, require_host_memory, second_bank_fits
-from hytrain.memory.transfer import transfers_for
-from hytrain.memory.visits import ring_bytes
+from hytrain.memory.capacity import gpu_memory, host_bound
 from hytrain.model import fsdp, hooks
-from hytrain.model.blueprint import Planned, Read, blueprints_of, converted
-from hytrain.model.layers import find_blocks, split_layers
-from hytrain.model.offloaded import load, offloadable_blocks, take_back, take_to
 from hytrain.model.parts import Parts
-from hytrain.model.sharing import counted_here
 from hytrain.model.trained import (
     Gate,
-    OffloadedBlock,
     TrainedLayer,
     TrainedParameter,
-    build_gates,
-    build_layers,
-    mark_blocks,
 )
 from hytrain.options import Options
 from hytrain.run import environment
-from hytrain.run.calibration import calibrate
 from hytrain.run.cluster import find_or_start
 from hytrain.run.link import LOG_BYTES, THREAD_PREFIX, Link, log_bytes
 from hytrain.run.nodes import connect_nodes
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat
-from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter
 from hytrain.state import dicts
 from hytrain.step.accumulation import Accumulation
-from hytrain.step.activations import Activations
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
-from hytrain.step.offload import window_bytes
-from hytrain.tensors import flat, has_memory, is_distributed, local
+from hytrain.tensors import is_distributed
 from hytrain.trackers import THREAD_NAME, Trackers
-from protocol.handles import layout
-from protocol.messages import LayerTable, Log, Plan
-from protocol.rules import ON_DEVICE
+from protocol.messages import Log
 
 ANSWER_TIMEOUT_S: Final = 120.0
-#: The coordinator ends an optimizer process that hangs. The trainer waits so much longer, in case that hangs, too.
-HANG_GRACE_S: Final = 15.0
 #: Steps' numbers are below this, as all that read records can tell them apart, with doubles too.
 STEPS: Final = 1 << 53
 #: A log this many steps late is probably none of an earlier step, but of a loop that counts in another way.
@@ -107,22 +86,17 @@ class Session:
         groups: Groups,
     ) -> None:
         self._pid = os.getpid()
-        self.ranks = ranks
-        self._stage = None if (stages := options.pipeline_group) is None else torch.distributed.get_rank(stages)
+        self.ranks, self._options, self._groups = ranks, options, groups
+        stage = None if options.pipeline_group is None else torch.distributed.get_rank(options.pipeline_group)
         came_from = check_model(model)
-        self._model_of, self._options, self._device = weakref.ref(model), options, options.device or came_from
-        self._first: dict[nn.Parameter, Tensor] = {}  # values that are not on the device yet
-        self.memory = gpu_memory(self._device)
-        self._groups = groups
+        device = options.device or came_from
+        self.memory = gpu_memory(device)
         self.accumulation = Accumulation(options.grad_accumulation)
         self.resting = dicts.Resting(options.algorithm, options.precision)
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []
-        self._blocks: list[OffloadedBlock] = []
         self._engine: Engine | None = None
         self._numbers = StepNumbers()
-        self._host_bytes = 0  # of host memory, this rank's part
-        self._host_free: Callable[[], int | None] = lambda: None  # what is left of it
         self._others: list[TensorWeakRef] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
@@ -131,60 +105,49 @@ class Session:
         self._place = find_or_start(config, self.ranks)
         self._cluster = self._place.cluster
         self.memory.limit = self._cluster.gpu_memory_limit
+        self._site = site = Site(
+            weakref.ref(model), options, groups, ranks, stage, self._place, device, self.memory, self.accumulation, {}
+        )
         with contextlib.ExitStack() as undo:  # what a start that fails has done, down to the model
             undo.callback(self._place.close)
             connect_nodes(self._cluster, self._place.rank, self.ranks)
-            deferred = [planned for each in blueprints_of(model) for planned in each.planned]
-            if deferred or self._device != came_from:
-                undo.callback(take_back, model, came_from, self._first)
-                blocks = find_blocks(model) if options.offload_weights != 0.0 else ()
-                take_to(model, self._device, blocks, deferred, self._first)
-            self._build()
+            site.take_model(came_from, undo)
+            build = self._build()
             undo.callback(self._leave)
             if self._place.rank == 0:
                 launcher = self._cluster.launcher_pid if isinstance(self._place, Seat) else None
-                environment.write(self.run_dir, self._device, launcher)
+                environment.write(self.run_dir, device, launcher)
             self._trackers = Trackers(options.log_to if ranks.rank == 0 else (), self.run_dir, self._cluster.run_name)
             undo.pop_all()
-        self._first = {}
-        for segment in (segment for layer in self.layers for segment in layer.segments):
-            segment.first = None
+        build.end_beginning()
         self._tracked = self.engine.statistics  # the last that they have
         _sessions.add(self)
 
     @property
     def _model(self) -> nn.Module:
-        model = self._model_of()
-        assert model is not None, "the optimizer keeps it"
-        return model
+        return self._site.model
 
     @property
     def engine(self) -> Engine:
         assert self._engine is not None, "built in the constructor"
         return self._engine
 
-    def _build(self, before_start: Callable[[], None] = lambda: None) -> None:
+    def _build(self, before_start: Callable[[], None] = lambda: None) -> Build:
         """Build layers over all parameters that need gradients now, and an engine; agree on the first plan.
 
         `before_start` is called after all checks have passed, and before anything is started.
         """
-        fsdp.reshard(self._model)
-        with self.ranks.together():
-            layers, parameters, gates = self._split()
-            groups = self._groups.read()
-        by_id = {id(known.parameter): known for known in parameters}
-        named = [(name, p) for name, p in self._model.named_parameters() if id(p) in by_id]
-        hyper = [astuple(groups[by_id[id(parameter)].group]) for _, parameter in named]
-        self._counted = counted_here(self.ranks, self._stage or 0, named, hyper)
+        build = Build(self._site, self.parameters, set(_managed) - self._own())
         before_start()
         continues = self._engine is not None
-        self.layers, self.parameters = layers, parameters
+        self.layers, self.parameters = build.layers, build.parameters
         with contextlib.ExitStack() as undo:
             with self.ranks.together():
-                self._start(undo, continues=continues)
-                self._hook(undo, gates)
-            self._link.ready(f"{len(layers)} layers on {self._device}")
+                self._start(build, undo, continues=continues)
+                self._hook(undo, build.gates)
+            self._link.ready(f"{len(build.layers)} layers on {self._site.device}")
             undo.pop_all()
+        return build
 
     def _hook(self, undo: contextlib.ExitStack, gates: list[tuple[Any, Gate]]) -> None:
         """Connect the model to the engine. `undo` gets what undoes that."""
@@ -207,166 +170,23 @@ class Session:
         renew = weakref.WeakMethod(self._renew)
         engine.watch(lambda: (method := renew()) is not None and method())
 
-    def _split(self) -> tuple[list[TrainedLayer], list[TrainedParameter], list[tuple[Any, Gate]]]:
-        """The layers of what is to be trained now, their parameters and gates. Checks that memory suffices."""
-        options = self._options
-        theirs = set(_managed) - self._own()
-        groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in self._groups.now]
-        wanted = {id(parameter) for group in groups for parameter in group}
-        fsdp.require_reduced(self._model, wanted)
-        rules = [options.algorithm.rule(group) for group in self._groups.now]
-        whole = {id(p) for group, rule in zip(groups, rules, strict=True) if rule in ON_DEVICE for p in group}
-        parts = split_layers(self._model, wanted, whole=whole)
-        if not parts:
-            raise UnsupportedError(
-                "param_groups have no parameter that needs a gradient: nothing to train"
-                if self.ranks.world == 1
-                else "this rank has no element of what is to be trained: train a model this small on fewer ranks"
-            )
-        empty = [(n, p) for n, p in self._model.named_parameters() if id(p) in wanted and not local(p).numel()]
-        empty = [(name, parameter) for name, parameter in empty if parameter.numel()]
-        layers, parameters = build_layers(
-            parts, groups, rules, options.gradient_dtype, self.parameters, empty, options.precision
-        )
-        limit, ranks = self._cluster.host_memory_limit, len(self.ranks.node)
-        self._host_bytes, self._host_free = host_bound(limit, ranks), host_free(limit, self._device, ranks)
-        numel = sum(layer.spec.numel for layer in layers)
-        must_visit = sum(layer.spec.numel for layer in layers if layer.spec.stays_on_device) / numel
-        require_host_memory(
-            [layer.layout for layer in layers],
-            options.k,
-            limit,
-            ranks=ranks,
-            gpu_bytes=self.memory.for_state_bytes(),
-            awaits_verdict=options.awaits_verdict,
-            visit=1.0 if options.visit is None else max(options.visit, must_visit),
-        )
-        # A second bank would be of no use to layers that the CPU cannot update.
-        if options.may_speculate and (options.speculate or not any(layer.spec.stays_on_device for layer in layers)):
-            self._add_banks(layers)
-        gates = build_gates(layers, parts)
-        self._blocks = [] if options.offload_weights == 0.0 else offloadable_blocks(gates, find_blocks(self._model))
-        if options.offload_activations:
-            mark_blocks(gates, find_blocks(self._model))
-        for known in parameters:
-            for layer, index in known.places if known.parameter in self._first else ():
-                segment = layer.segments[index]
-                segment.first = segment.part(flat(self._first[known.parameter]))
-        return layers, parameters, gates
-
     def _own(self) -> set[int]:
         return {id(known.parameter) for known in self.parameters if not known.is_gone}
 
-    def _add_banks(self, layers: list[TrainedLayer]) -> None:
-        """Give layers a second bank, for updates before the norm is known, if host memory allows."""
-        double, k = [layout(layer.spec, banks=2) for layer in layers], self._options.k
-        if second_bank_fits(double, k, self._cluster.host_memory_limit, len(self.ranks.node)):
-            for layer, placed in zip(layers, double, strict=True):
-                layer.layout = placed
-            return
-        _log.warning(
-            "updates wait for the norm of all gradients: to make them before, and undo them where that was wrong, "
-            "takes %.2f GB of host memory, which are not there",
-            host_bytes(double) * (1.0 - (k or 0.0)) / 1e9,
-        )
-
-    def _start(self, undo: contextlib.ExitStack, *, continues: bool) -> None:
+    def _start(self, build: Build, undo: contextlib.ExitStack, *, continues: bool) -> None:
         """Join the processes, agree on the first plan, and start an engine with it. `undo` gets what undoes that."""
-        options, cluster = self._options, self._cluster
-        builds = options.backend in ("auto", "native")  # before the optimizer process needs it
-        if builds and (reason := choice.why_not_native(fuses=vectors().fuses)) and options.backend == "auto":
-            _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
-        memory, transfers = self.memory, transfers_for(self._device)
-        self._transfers = transfers
-        hold_bytes = memory.for_waiting_bytes()
-        there = [*self._model.parameters(), *self._model.buffers()]
-        free = host_free(None, self._device, len(self.ranks.node))  # a stated limit is one for planes
-        host = _host_backend(options.backend) if self._device.type == "cpu" else None
-        plans = PlanBook("trainer", len(self.layers))
+        plans = PlanBook("trainer", len(build.layers))
         link = self._link = Link(self._place, timeout_s=ANSWER_TIMEOUT_S)
         undo.callback(link.close)
-        engine = self._engine = Engine(
-            self.layers,
-            self.parameters,
-            link=self._link,
-            plans=plans,
-            transfers=transfers,
-            host=host,
-            read_groups=self._groups.read,
-            gpu_room=memory.room,
-            host_free=self._host_free,
-            hold_bytes=hold_bytes,
-            accumulation=self.accumulation,
-            options=options,
-            ranks=self.ranks,
-            counted=self._counted,
-            activations=Activations(transfers, self._device, there, free) if options.offload_activations else None,
-            blocks=self._blocks,
-            is_stage=self._stage is not None,
-            trace=TraceWriter(cluster.run_dir, self._link.address, EVERY_STEP if cluster.trace else NO_STEP),
-            updater=f"optimizer-{self._place.rank} (process {cluster.optimizer_pids[self._place.rank]})",
-            hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,
-        )
+        engine = self._engine = build.engine(link, plans)
         undo.callback(link.close, engine.release)
-        layers = tuple(layer.spec for layer in self.layers)
-        calibration = calibrate(layers, self._device, transfers, host)
-        self._link.join()
-        allow_descriptors(len(layers))
-        table = LayerTable(
-            layers=layers,
-            inbox=self._link.name,
-            device=self._device.type,
-            policy=options.policy,
-            objective=options.objective,
-            awaits_verdict=options.awaits_verdict,
-            speculate=options.speculate if self.layers[0].layout.banks == 2 else False,
-            k=options.k,
-            backend=options.backend,
-            gpu_bytes=self._first_bytes(),
-            host_bytes=self._host_bytes,
-            continues=continues,
-            rank=self.ranks.rank,
-            world=self.ranks.world,
-            visit=options.visit,
-            offload_weights=options.offload_weights if self._blocks else 0.0,
-            blocks=tuple(tuple(layer.lid for layer in block.layers) for block in self._blocks),
-            window_bytes=window_bytes(self._blocks),
-            ring_bytes=ring_bytes([segment for layer in layers for segment in layer.segments]),
-            hold_bytes=hold_bytes,
-            gpu=environment.gpu_uuid(self._device),
-        )
-        plan = self._link.agree(table, calibration, plans)
-        self._link.start(engine)
-        self._load_first(plan)
-        engine.start(plan)
-        for blueprint in blueprints_of(self._model):
-            blueprint.make(self._give, self._device)
-        if self._blocks:
-            memory.begin_anew()
-
-    def _first_bytes(self) -> int | None:
-        """The GPU memory for state, and for weights of blocks that can be offloaded, before a step was measured."""
-        free = self.memory.for_state_bytes()
-        there = sum(known.own.nbytes for b in self._blocks for known in b.parameters if has_memory(known.own))
-        return None if free is None else free + there
-
-    def _load_first(self, plan: Plan) -> None:
-        """Bring first values to the device, but for blocks that stay in host memory."""
-        away = [b for b in self._blocks if plan.places.offloaded.issuperset(one.lid for one in b.layers)]
-        stays = {known.parameter for block in away for known in block.parameters}
-        for parameter in self._first.keys() - stays:
-            load(parameter, self._first[parameter])
-
-    def _give(self, planned: Planned, read: Read) -> None:
-        """A blueprint has made a parameter's first values."""
-        if planned.parameter.is_meta:
-            return  # the model does not have it any more
-        known = next((known for known in self.parameters if known.parameter is planned.parameter), None)
-        values = converted(read(tuple(slice(0, size) for size in planned.parameter.shape)), planned.through)
-        if known is None:
-            planned.parameter.data.copy_(values)
-        else:
-            self.engine.begin_with(known, values)
+        calibration = build.calibration()
+        link.join()
+        allow_descriptors(len(build.layers))
+        self._transfers = build.transfers
+        plan = link.agree(build.table(link.name, continues=continues), calibration, plans)
+        link.start(engine)
+        build.fill(engine, plan)
 
     def rebuild(self) -> None:
         """Start a new engine with the exact state trained so far. Host memory holds both states for a while."""
@@ -471,7 +291,7 @@ class Session:
         """Begin to share batches with a CPU trainer for this session's parameters, which must not change then."""
         self._require_shareable()
         cores, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
-        if self._device.type == "cuda":
+        if self._site.device.type == "cuda":
             cores = _cores(self._cluster.optimizer_pids[self._place.rank])
             threads = len(cores)
         shares = CoTraining(
@@ -507,7 +327,7 @@ class Session:
                 "module of their own"
             )
         if self.ranks.world > 1 or any(is_distributed(known.parameter) for known in self.parameters):
-            has = "shards of them" if self._stage is None else "those of one stage"
+            has = "shards of them" if self._site.stage is None else "those of one stage"
             raise UnsupportedError(
                 f"cotrain() with a sharded model: a CPU trainer needs all weights, and a rank has {has}"
             )
@@ -576,20 +396,6 @@ class Session:
 
 def managed() -> set[int]:
     return set(_managed)
-
-
-def _host_backend(name: str) -> Backend:
-    """The backend that updates the trainer's own layers on device "cpu". Raises `BackendUnavailable`.
-
-    The native backend gets a single thread: more OpenMP threads would compete with torch's for the cores.
-    """
-    if name in ("auto", "native"):
-        try:
-            return choice.load("native", 1)[0]
-        except BackendUnavailable:
-            if name == "native":
-                raise
-    return choice.load("torch" if name == "auto" else name, torch.get_num_threads())[0]
 
 
 def _cores(pid: int) -> list[int]:

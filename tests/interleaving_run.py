@@ -50,10 +50,11 @@ from interleaving_world import (
 from torch import nn
 
 from hytrain.algorithms import ADAMW
+from hytrain.build import build_layers
 from hytrain.memory import visits
 from hytrain.model.layers import ModelLayer, Piece
 from hytrain.model.offloaded import _offloaded
-from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, build_layers
+from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
 from hytrain.options import Options
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks

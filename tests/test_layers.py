@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from hytrain.build import build_gates, build_layers
 from hytrain.errors import UnsupportedError
 from hytrain.kernels.rounding import key_of
 from hytrain.model.layers import ALIGN_ELEMENTS, FALLBACK_LAYERS, MANY_BLOCKS, ModelLayer, find_blocks, split_layers
-from hytrain.model.trained import build_gates, build_layers
 from hytrain.tensors import flat, is_dense
 from protocol.handles import EXACT, Precision
 from protocol.messages import Layer

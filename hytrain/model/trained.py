@@ -12,20 +12,18 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from hytrain.errors import UnsupportedError
 from hytrain.memory.clock import Stream
 from hytrain.memory.planes import DTYPES, ArenaPlanes, DevicePlanes, Moving, Planes
 from hytrain.memory.transfer import Copy, Fence, Transfer
-from hytrain.model import fsdp, graphs
+from hytrain.model import graphs
 from hytrain.model.block_life import BlockLife, Pin
 from hytrain.model.consumed import ConsumedGradient
-from hytrain.model.layers import ModelLayer
 from hytrain.model.lifecycle import Event, LayerLife, State
 from hytrain.model.summed import Sum, summed
 from hytrain.tensors import (
@@ -37,7 +35,6 @@ from hytrain.tensors import (
     has_kept_gradient,
     has_own_storage,
     holders,
-    keeping_versions,
     laid_out,
     local,
     local_like,
@@ -45,11 +42,10 @@ from hytrain.tensors import (
     shaped,
     version,
     versions,
-    with_memory,
 )
-from protocol.handles import EXACT, ArenaLayout, Precision, layout
+from protocol.handles import EXACT, ArenaLayout, Precision
 from protocol.messages import Layer, Segment
-from protocol.placement import GPU, Placement
+from protocol.placement import Placement
 
 #: The dtypes of state wherever it is not in planes. float8's codes become the numbers that they stand for.
 _OUTSIDE: Final = DTYPES | {"float8": torch.bfloat16}
@@ -472,88 +468,3 @@ class OffloadedBlock:
             for layer in self.layers
             for segment, weights in zip(layer.segments, layer.arena.weights, strict=True)
         ]
-
-
-def build_layers(
-    layers: list[ModelLayer],
-    groups: list[list[nn.Parameter]],
-    rules: Sequence[str],
-    grad_dtype: torch.dtype | None,
-    before: Sequence[TrainedParameter] = (),
-    empty: Sequence[tuple[str, nn.Parameter]] = (),
-    precision: Precision = EXACT,
-) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
-    """Build the trained layers and their parameters. `rules[i]` updates group i.
-
-    `before` are the parameters of the build that this replaces.
-
-    `empty` are parameters that other ranks have shards of, but this one none: they are in no layer. The state
-    is of this `precision`.
-    """
-    group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
-    owners: dict[int, TrainedParameter] = {}
-    built: list[TrainedLayer] = []
-    others: list[TrainedParameter] = []
-    for layer in layers:
-        spec = layer.describe(layer.lid, group_of, rules, grad_dtype, precision)
-        trained = TrainedLayer(layer.lid, layer.name, spec, layout(spec), [], LayerLife(layer.lid, GPU))
-        for index, (piece, segment) in enumerate(zip(layer.pieces, spec.segments, strict=True)):
-            own_group = group_of[id(piece.parameter)]
-            owner = owners.setdefault(
-                id(piece.parameter),
-                TrainedParameter(piece.name, piece.parameter, own_group, rules[own_group], precision),
-            )
-            with with_memory(owner.own):
-                weights = flat(owner.own)[piece.start : piece.start + piece.numel]
-            trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
-            owner.places.append((trained, index))
-        built.append(trained)
-    for name, one in empty:
-        others.append(TrainedParameter(name, one, group_of[id(one)], rules[group_of[id(one)]], precision))
-    parameters = [*owners.values(), *others]
-    _check_memory(parameters, before)
-    return built, parameters
-
-
-def build_gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tuple[Any, Gate]]:
-    """A gate for each reader of layers. It covers the layers' parameters that the reader has."""
-    read: dict[int, tuple[Any, list[TrainedLayer]]] = {}
-    for layer, part in zip(layers, parts, strict=True):
-        for reader in part.readers:
-            read.setdefault(id(reader), (reader, []))[1].append(layer)
-    gates = []
-    for reader, waited in read.values():
-        own = reader.parameters() if isinstance(reader, nn.Module) else fsdp.sharded(reader)
-        gate, ids = Gate(waited), {id(parameter) for parameter in own}
-        gate.parameters = [known for known in gate.parameters if id(known.parameter) in ids]
-        gates.append((reader, gate))
-    return gates
-
-
-def mark_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module]) -> None:
-    """Tell the gates of `blocks`; without any, and for readers that are no modules, all count as blocks."""
-    ids = {id(block) for block in blocks}
-    for reader, gate in gates:
-        gate.is_block = not ids or id(reader) in ids or not isinstance(reader, nn.Module)
-
-
-def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedParameter]) -> None:
-    """Refuse parameters that share memory. Turn off write detection for those that share a version counter.
-
-    To find the latter, count one write on each parameter that was not known `before`, for a moment: a graph may be
-    waiting for its backward, and a write would invalidate it.
-    """
-    by_address = sorted((known for known in parameters if known.address), key=lambda known: known.address)
-    for first, second in zip(by_address, by_address[1:], strict=False):
-        if first.address + first.own.nbytes > second.address:
-            raise UnsupportedError(f"{first.name} and {second.name} share memory: tie them as one Parameter")
-    shares = {id(known.parameter): known.version is None for known in before}
-    new = [known for known in parameters if id(known.parameter) not in shares]
-    versions = [version(known.parameter) for known in new]
-    with keeping_versions(tuple(known.own for known in new)):
-        count_write([known.own for known in new])
-        for known, counted in zip(new, versions, strict=True):
-            known.version = counted if version(known.parameter) == counted + 1 else None
-    for known in parameters:
-        if shares.get(id(known.parameter)):
-            known.version = None

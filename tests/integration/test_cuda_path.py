@@ -115,7 +115,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
     }.items():
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr("hytrain.session.transfers_for", OverHostMemory)
+    monkeypatch.setattr("hytrain.build.transfers_for", OverHostMemory)
     return current
 
 
@@ -133,7 +133,7 @@ def test_copies_are_counted(
     options: dict[str, Any], to_device: int, to_host: int, transfers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes per bf16 parameter and step. The first step also brings all weights to the host, and later ones samples."""
-    monkeypatch.setattr("hytrain.session.transfers_for", transfers)
+    monkeypatch.setattr("hytrain.build.transfers_for", transfers)
     model = perceptron(dtype=torch.bfloat16)
     numel = sum(parameter.numel() for parameter in model.parameters())
     began_s, records = time.monotonic(), list[dict[str, Any]]()
@@ -214,7 +214,7 @@ def test_layers_without_state(options: dict[str, Any], monkeypatch: pytest.Monke
         made.clock = pools[-1]
         return made
 
-    monkeypatch.setattr("hytrain.session.transfers_for", over_host_memory)
+    monkeypatch.setattr("hytrain.build.transfers_for", over_host_memory)
     theirs, ours = perceptron(), perceptron()
     train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), range(12), square_loss)
     with opened(hytrain.SGD, ours, lr=0.1, **options) as opt:

@@ -301,7 +301,7 @@ def test_layers_leave_host_memory_that_others_need(monkeypatch: pytest.MonkeyPat
         ks.append(opt.statistics().k)
 
     for missing in (0, 1 << 40):
-        monkeypatch.setattr("hytrain.session.host_free", lambda *_, free=-missing: lambda: free)
+        monkeypatch.setattr("hytrain.build.host_free", lambda *_, free=-missing: lambda: free)
         same_bits(run, perceptron, {"k": "auto", "objective": "gpu-memory"})
     assert ks == [0.0, 1.0]
 

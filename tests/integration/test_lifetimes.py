@@ -22,7 +22,7 @@ from small_models import perceptron, share_of_loss, square_loss
 from torch import Tensor, nn
 
 import hytrain
-from hytrain import session
+from hytrain import build, session
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
 from hytrain.model import hooks
@@ -204,12 +204,12 @@ class MadeUp(Exception):
 
 #: Where the start is made to fail, one stage after the other.
 STAGES: dict[str, tuple[Any, str]] = {
-    "layers": (session, "build_layers"),
-    "gates": (session, "build_gates"),
-    "memory": (session, "host_bound"),
+    "layers": (build, "build_layers"),
+    "gates": (build, "build_gates"),
+    "memory": (build, "host_bound"),
     "the link": (links, "WorkerHandshake"),
     "its inbox": (links.Network, "inbox"),
-    "the engine": (session, "Engine"),
+    "the engine": (build, "Engine"),
     "joining": (Link, "join"),
     "agreeing": (Link, "agree"),
     "threads": (Link, "start"),

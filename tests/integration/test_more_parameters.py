@@ -190,7 +190,7 @@ def test_too_little_memory_is_known_before_anything_is_left(monkeypatch: pytest.
         def refuse(*given: Any, **options: Any) -> None:
             raise CapacityError("too much")
 
-        monkeypatch.setattr("hytrain.session.require_host_memory", refuse)
+        monkeypatch.setattr("hytrain.build.require_host_memory", refuse)
         model[2:].requires_grad_(True)
         with pytest.raises(CapacityError, match="too much"):
             square_loss(model, 2)
