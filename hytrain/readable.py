@@ -1,4 +1,4 @@
-"""Numbers and tables as text, for people."""
+"""Numbers, times, cores and tables as text, for people."""
 
 from __future__ import annotations
 
@@ -20,3 +20,31 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells]
     lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
+
+
+def seconds(duration_s: float) -> str:
+    """A duration in seconds or milliseconds."""
+    return f"{duration_s:.2f} s" if duration_s >= 1.0 else f"{duration_s * 1e3:.1f} ms"
+
+
+def age(seconds_ago: float) -> str:
+    """A time span in its largest unit."""
+    for unit_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds_ago >= unit_s:
+            return f"{seconds_ago / unit_s:.0f} {unit}"
+    return f"{max(seconds_ago, 0):.0f} s"
+
+
+def format_threads(threads: int) -> str:
+    return f"{threads} thread{'s' * (threads != 1)}"
+
+
+def format_cores(cores: tuple[int, ...]) -> str:
+    """(0, 1, 2, 3, 8) as "0-3,8"."""
+    runs: list[list[int]] = []
+    for core in cores:
+        if runs and core == runs[-1][-1] + 1:
+            runs[-1].append(core)
+        else:
+            runs.append([core])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -22,6 +22,7 @@ from typing import Final
 import psutil
 
 from hytrain.errors import ConfigError
+from hytrain.readable import format_cores, format_threads
 
 TRAINER_CORES: Final = 2
 MIN_CORES_TO_SHARE_OUT: Final = 4
@@ -49,10 +50,6 @@ class Pinning:
 
     def describe_place(self) -> str:
         return f"on cores {format_cores(self.cores)} ({self.reason})"
-
-
-def format_threads(threads: int) -> str:
-    return f"{threads} thread{'s' * (threads != 1)}"
 
 
 def choose(
@@ -143,17 +140,6 @@ def parse_cores(text: str) -> tuple[int, ...]:
     if not cores:
         raise ConfigError(f'cores {text!r}: write "auto", "node:0", or a list such as "2-15,18"')
     return tuple(sorted(cores))
-
-
-def format_cores(cores: tuple[int, ...]) -> str:
-    """(0, 1, 2, 3, 8) as "0-3,8"."""
-    runs: list[list[int]] = []
-    for core in cores:
-        if runs and core == runs[-1][-1] + 1:
-            runs[-1].append(core)
-        else:
-            runs.append([core])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _read(path: Path) -> str:

@@ -20,7 +20,7 @@ from typing import Final
 
 from hytrain.config import Cluster, joined_cluster
 from hytrain.extras import importing
-from workers.process import ENDINGS, EXIT_USAGE, FOR_PROGRAMS, exit_status, how_it_ended, on_endings
+from workers.exits import ENDINGS, EXIT_USAGE, FOR_PROGRAMS, exit_status, how_it_ended, on_endings
 
 with importing():
     from torch.distributed import run

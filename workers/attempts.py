@@ -9,11 +9,8 @@ import signal
 from collections.abc import Set
 from typing import Final
 
-from workers.process import ENDINGS, EXIT_USAGE
-from workers.time_limit import EXIT_AGAIN
+from workers.exits import ENDINGS, EXIT_AGAIN, EXIT_DIVERGED, EXIT_USAGE
 
-#: A recipe's training has diverged, and would do so again.
-EXIT_DIVERGED: Final = 3
 #: Exit statuses of a program that has ended as it wanted to: bad input, out of time, told to end by a signal.
 DELIBERATE: Final = (0, EXIT_USAGE, EXIT_AGAIN, *(128 + number for number in (*ENDINGS, signal.SIGUSR1)))
 #: So many attempts in a row may end without anything new.

@@ -41,8 +41,8 @@ from workers.gauges import Gauges
 from workers.heartbeats import BEAT_S
 from workers.metrics_file import MetricsFile
 from workers.nodes import Nodes
-from workers.process import begin_worker, read_token, say_ready, worker_parser
 from workers.run_folder import metrics_file
+from workers.worker import begin_worker, read_token, say_ready, worker_parser
 
 #: How long to wait at the end for messages that were already sent: by a trainer that has not said Goodbye, and by the
 #: optimizer, whose last report comes after the weights that the trainer waited for.

@@ -13,8 +13,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
+import signal
 import socket
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -22,7 +25,7 @@ from hytrain.extras import importing
 from protocol.address import Address
 from protocol.codec import encode
 from protocol.messages import Failure
-from workers.process import end_with, settle
+from workers.worker import settle
 
 ADDRESS = Address("cpu_trainer", 0)
 
@@ -52,6 +55,21 @@ def main() -> int:
             return 1
     _log.info("the trainer is gone, exiting")
     return 0
+
+
+def end_with(pid: int) -> None:
+    """From now on, this process is killed when the process `pid` has ended, whichever of its threads has started this.
+
+    What computes or waits meanwhile lets a thread of Python's run.
+    """
+    ends = select.poll()
+    ends.register(os.pidfd_open(pid), select.POLLIN)
+
+    def follow() -> None:
+        ends.poll()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=follow, name="end-with", daemon=True).start()
 
 
 if __name__ == "__main__":

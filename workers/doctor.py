@@ -28,6 +28,7 @@ from hytrain.memory import host
 from hytrain.readable import gib, table
 from protocol.handles import EXACT, Precision
 from workers import affinity
+from workers.exits import EXIT_USAGE
 
 #: What is forecast, by the name that a page has for it.
 PRECISIONS: Final = {
@@ -93,7 +94,15 @@ class Machine:
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command line. Raises `ConfigError` for cores that this process may not use."""
+    """The command line. Returns 2 for cores that this process may not use, and 1 if the CPU cannot be measured."""
+    try:
+        return _main(argv)
+    except (ClusterError, ConfigError) as error:
+        print(f"hytrain-cluster: {error}", file=sys.stderr)
+        return 1 if isinstance(error, ClusterError) else EXIT_USAGE
+
+
+def _main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="hytrain-cluster doctor", description="What this machine can train, and what to change first."
     )
@@ -116,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(asked: argparse.Namespace) -> Machine:
-    """Measure this machine. Raises `ConfigError` as `main` does, `ClusterError` if the CPU cannot be measured."""
+    """Measure this machine. Raises `ConfigError` for impossible cores, `ClusterError` if the CPU cannot be measured."""
     affinity.choose(asked.cores, asked.threads)  # raises before anything is measured
     command = [sys.executable, "-P", "-m", "workers.doctor", "--cpu", "--cores", asked.cores]
     command += [] if asked.threads is None else ["--threads", str(asked.threads)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-from workers.monitor_view import seconds
+from hytrain.readable import seconds
 from workers.timeline import CAUSES, Shares, Span, Timeline, shares
 
 #: Of each rank from top to bottom: a row's name and its kinds, those that few steps have last.

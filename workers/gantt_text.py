@@ -16,9 +16,10 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hytrain.readable import seconds
 from workers import timeline
 from workers.gantt import KINDS, ROWS, Lanes, lanes
-from workers.monitor_view import BARS, seconds
+from workers.monitor_view import BARS
 from workers.timeline import CAUSES, Share, Span, Timeline, union
 
 #: The characters of a trainer's kinds, and the styles of all.

@@ -24,8 +24,9 @@ from hytrain.config import ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.extras import needed
 from workers import run_folder, time_limit, torchrun
+from workers.cluster import environment
+from workers.exits import EXIT_USAGE
 from workers.output import drain, say
-from workers.process import EXIT_USAGE
 from workers.supervisor import Supervisor
 from workers.torchrun import Job
 
@@ -112,9 +113,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.program == INIT:
         return _init(arguments.arguments)
     if arguments.program == DOCTOR:
-        from workers import doctor
-
-        return doctor.main(arguments.arguments)
+        command = [sys.executable, "-P", "-m", "workers.doctor", *arguments.arguments]
+        os.execve(sys.executable, command, environment())
     program = Path(arguments.program)
     if program.suffix in (".yaml", ".yml"):
         late = argparse.ArgumentParser(prog="hytrain-cluster RECIPE.yaml", parents=[_options()])
@@ -258,7 +258,7 @@ def _attach(parent: int, name: str, config: ClusterConfig, ranks: int) -> int:
     if config.run_dir is not None:  # a program may have several optimizers but one folder
         config = config.model_copy(update={"run_dir": str(run_folder.claim_or_beside(Path(config.run_dir).resolve()))})
     with Supervisor(config, default_name=name, ranks=ranks) as supervisor:
-        print(json.dumps({"socket_dir": str(supervisor.socket_dir)}), flush=True)
+        print(json.dumps({"socket_dir": str(supervisor.cluster.socket_dir)}), flush=True)
         return supervisor.attend(parent_fd)
 
 

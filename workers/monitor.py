@@ -41,9 +41,9 @@ from protocol import messages as m
 from workers import monitor_view as view
 from workers import report, run_folder, timeline, web
 from workers.alerts import Alerts
+from workers.exits import EXIT_USAGE
 from workers.observer import FIRST_S, Observer
 
-EXIT_USAGE: Final = 2
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 #: The settings that a command can change: name, value, effect.

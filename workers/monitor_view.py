@@ -17,11 +17,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hytrain.errors import ConfigError
-from hytrain.readable import GIB, gib
+from hytrain.readable import GIB, age, format_cores, format_threads, gib, seconds
 from protocol import messages as m
 from protocol.handles import Precision
 from protocol.placement import PLACEMENTS
-from workers.affinity import format_cores, format_threads
 from workers.troubles import Trouble, Usage, silence
 
 if TYPE_CHECKING:
@@ -229,11 +228,6 @@ def _copied(record: dict[str, Any]) -> str:
     return "   ".join(f"{gib(number)} {way}, {gib(round(number / record['step_s']))}/s" for number, way in found)
 
 
-def seconds(duration_s: float) -> str:
-    """A duration in seconds or milliseconds."""
-    return f"{duration_s:.2f} s" if duration_s >= 1.0 else f"{duration_s * 1e3:.1f} ms"
-
-
 # ---------------------------------------------------------------- memory and cores
 
 
@@ -299,14 +293,6 @@ def listing(runs: Sequence[Run], now_s: float, *, as_json: bool = False) -> Iter
     for row in rows:
         cells = [cell.rjust(w) if 2 <= n <= 5 else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths))]
         yield "  ".join(cells).rstrip()
-
-
-def age(seconds_ago: float) -> str:
-    """A time span in its largest unit."""
-    for unit_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds_ago >= unit_s:
-            return f"{seconds_ago / unit_s:.0f} {unit}"
-    return f"{max(seconds_ago, 0):.0f} s"
 
 
 # ---------------------------------------------------------------- the table

@@ -34,10 +34,10 @@ from protocol.handshake import WorkerHandshake
 from protocol.placement import Placement
 from workers import affinity
 from workers.arenas import Arenas, accept
-from workers.process import begin_worker, read_token, say_ready, worker_parser
 from workers.update_queue import Tile, UpdateQueue
 from workers.update_rate import seconds_per_parameter
 from workers.work_log import Progress
+from workers.worker import begin_worker, read_token, say_ready, worker_parser
 
 ACCEPT_TIMEOUT_S: Final = 30.0
 WELCOME_TIMEOUT_S: Final = 60.0

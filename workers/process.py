@@ -1,4 +1,4 @@
-"""Starts the processes of a run and notices their end. Also the worker's side of the start.
+"""Starts the processes of a run and notices their end. The worker's side of the start is `workers.worker`.
 
     launcher: start_worker ─ pipe "ready" ◀── READY ── worker, after it was constructed successfully
                            ─ pipe "life"  ──  held open; it closes when the launcher is gone, so the worker exits
@@ -11,34 +11,25 @@ All are started by `Popen`, in whose place tests put one that forks a process in
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import faulthandler
-import logging
 import os
 import select
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from types import FrameType
 from typing import Final
 
 from hytrain.errors import ClusterTimeout, WorkerDied
 from protocol.address import Address
+from workers.exits import ENDINGS, FOR_PROGRAMS, exit_status, how_it_ended
 
-EXIT_USAGE: Final = 2
 LOG_TAIL_LINES: Final = 20
-#: Signals whose meaning is the user's program's, such as a batch system's warning that the time is up.
-FOR_PROGRAMS: Final = (signal.SIGUSR1, signal.SIGUSR2)
 #: How often the launcher has started a program again. As TORCHELASTIC_RESTART_COUNT, torchrun would begin anew with it.
 RESTARTS: Final = "HYTRAIN_RESTART_COUNT"
-#: Signals that end a run, in its program's own time.
-ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -63,13 +54,6 @@ class Child:
             if descriptor is not None:
                 os.close(descriptor)
         self.ready = self.life = None
-
-
-def on_endings(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Have this process's signals of `ENDINGS` handled. Under nohup, SIGHUP stays ignored."""
-    for number in ENDINGS:
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
 
 
 def start_worker(address: Address, arguments: Sequence[str], *, log_dir: Path, environment: dict[str, str]) -> Child:
@@ -126,21 +110,6 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def end_with(pid: int) -> None:
-    """From now on, this process is killed when the process `pid` has ended, whichever of its threads has started this.
-
-    What computes or waits meanwhile lets a thread of Python's run.
-    """
-    ends = select.poll()
-    ends.register(os.pidfd_open(pid), select.POLLIN)
-
-    def follow() -> None:
-        ends.poll()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=follow, name="end-with", daemon=True).start()
-
-
 def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> str:
     """Wait until `child` is ready; return its description of itself.
 
@@ -175,20 +144,6 @@ def first_words(child: Child) -> str:
     return f"{child.name} (process {child.process.pid}) {how_it_ended(child.process.wait())}"
 
 
-def how_it_ended(returncode: int) -> str:
-    """A return code of `subprocess` as words."""
-    return (
-        f"was killed by {signal.Signals(-returncode).name}"
-        if returncode < 0
-        else f"ended with exit status {returncode}"
-    )
-
-
-def exit_status(returncode: int) -> int:
-    """A return code of `subprocess` as a shell reports it."""
-    return 128 - returncode if returncode < 0 else returncode
-
-
 def log_tail(log: Path) -> str:
     """The last lines of a log, indented, under a heading."""
     try:
@@ -219,53 +174,3 @@ def stop(children: Iterable[Child], *, grace_s: Callable[[Child], float]) -> lis
         child.process.wait()
         os.close(child.pidfd)
     return killed
-
-
-# ---------------------------------------------------------------- the worker's side
-
-
-def worker_parser(role: str, doc: str) -> argparse.ArgumentParser:
-    """A parser with the arguments of every worker."""
-    parser = argparse.ArgumentParser(prog=f"python -m workers.{role}", description=doc.splitlines()[0])
-    parser.add_argument("--socket-dir", required=True)
-    parser.add_argument("--ranks", type=int, required=True, help="how many ranks share this machine")
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--trace", action="store_true", help="draw the timeline of the whole run")
-    parser.add_argument("--ready-fd", type=int, required=True)
-    parser.add_argument("--life-fd", type=int, required=True)
-    return parser
-
-
-def begin_worker(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the arguments, set up logging, and leave signals to the trainer: workers exit after the launcher.
-
-    A terminal sends Ctrl-C, and a batch system its warning and its SIGTERM, to every process of a run. The trainer
-    needs the others to save what it has trained.
-    """
-    arguments = parser.parse_args()
-    settle()
-    return arguments
-
-
-def settle() -> None:
-    """Set up logging, and leave signals to the trainer."""
-    worker_logging()
-    faulthandler.enable()  # the stack of a process that crashes, or is ended since it does not answer, is in its log
-    for number in (*ENDINGS, *FOR_PROGRAMS):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def worker_logging() -> None:
-    """Log to standard error, which the launcher redirects to this process's log file."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
-def say_ready(descriptor: int, detail: str) -> None:
-    """Tell the launcher that this worker was constructed successfully."""
-    os.write(descriptor, f"{detail}\n".encode())
-    os.close(descriptor)
-
-
-def read_token(socket_dir: str) -> str:
-    """The run's secret token, in a file that only this user can read."""
-    return (Path(socket_dir) / "token").read_text()

@@ -28,11 +28,10 @@ from string import Template
 from typing import Any, Final
 
 from hytrain.errors import ConfigError
-from hytrain.readable import GIB
+from hytrain.readable import GIB, seconds
 from protocol.handles import Precision
 from protocol.metrics import BY_NAME, parsed
 from workers import gantt, run_folder, timeline
-from workers import monitor_view as view
 from workers.timeline import Timeline
 
 PAGES: Final = Path(__file__).with_name("pages")
@@ -376,7 +375,7 @@ FACTS: Final[tuple[tuple[str, Callable[[Story], str | None]], ...]] = (
     ("steps", lambda it: _steps(it)),
     (f"loss, mean of the last {LAST_STEPS} steps", lambda it: f"{fmean(it.losses):.4f}" if it.losses else None),
     ("validation loss", lambda it: _newest(it, "validation_loss", "{:.4f}")),
-    ("step time, median", lambda it: view.seconds(median(it.step_s)) if it.step_s else None),
+    ("step time, median", lambda it: seconds(median(it.step_s)) if it.step_s else None),
     ("steps relative to the prediction, median", lambda it: f"{median(it.missed):.2f}" if it.missed else None),
     ("waiting for weights or memory", lambda it: f"{it.stall_s / sum(it.step_s):.1%}" if it.step_s else None),
     ("tokens per second, median", lambda it: f"{median(it.tokens_per_s):,.0f}" if it.tokens_per_s else None),
@@ -416,7 +415,7 @@ def _plans(name: str, story: Story | None, *, is_live: bool) -> str:
     for plan in plans[-MOST_PLANS:]:
         steps_s = median(plan.steps_s) if plan.steps_s else None
         ratio = f"{steps_s / plan.expected_s:.2f}" if steps_s and plan.expected_s else "–"
-        times = (view.seconds(one) if one else "–" for one in (plan.expected_s, steps_s))
+        times = (seconds(one) if one else "–" for one in (plan.expected_s, steps_s))
         numbers = (str(plan.step), f"{plan.k:.3f}", str(plan.visiting), str(plan.offloaded), *times, ratio)
         cells = "".join(f"<td>{cell}</td>" for cell in numbers)
         rows.append(f'<tr data-at="{plan.at}">{cells}<td class="words">{escape(plan.reason)}</td></tr>')
@@ -429,8 +428,8 @@ def _ranks(name: str, story: Story) -> str:
     heads = ("rank", "step", "waiting for weights", "all-gathers", "k, last")
     rows = []
     for one in sorted(story.ranks, key=lambda one: one.rank):
-        gather = "–" if one.gather_s is None else view.seconds(one.gather_s)
-        cells = (str(one.rank), view.seconds(one.step_s), view.seconds(one.stall_s), gather, f"{one.k:.3f}")
+        gather = "–" if one.gather_s is None else seconds(one.gather_s)
+        cells = (str(one.rank), seconds(one.step_s), seconds(one.stall_s), gather, f"{one.k:.3f}")
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     title = f"Ranks of {name} on this machine, medians of steps"
     return _table(title, "".join(f'<th scope="col">{head}</th>' for head in heads), rows) if rows else ""
@@ -446,7 +445,7 @@ def _waits(name: str, of_ranks: Mapping[int, Timeline]) -> Iterator[str]:
     head = "".join(f'<th scope="col">{head}</th>' for head in ("part", "per step", "share", "mostly", "what helps"))
     for rank, one in of_ranks.items():
         found = timeline.shares(one)
-        work = ", ".join(f"{share.key} {view.seconds(share.ms / 1e3)}" for share in found.work)
+        work = ", ".join(f"{share.key} {seconds(share.ms / 1e3)}" for share in found.work)
         rows = [_cost("computing", found.busy * found.step_ms, found, work, "")]
         for share in (share for share in found.waits if share.ms >= timeline.SEEN * found.step_ms):
             cause = timeline.CAUSES[share.key]
@@ -458,7 +457,7 @@ def _waits(name: str, of_ranks: Mapping[int, Timeline]) -> Iterator[str]:
 
 
 def _cost(title: str, ms: float, found: timeline.Shares, more: str, advice: str) -> str:
-    cells = (view.seconds(ms / 1e3), f"{ms / found.step_ms:.1%}")
+    cells = (seconds(ms / 1e3), f"{ms / found.step_ms:.1%}")
     numbers = "".join(f"<td>{cell}</td>" for cell in cells)
     words = f'<td class="some words">{escape(more)}</td><td class="words">{escape(advice)}</td>'
     return f'<tr><th scope="row">{escape(title)}</th>{numbers}{words}</tr>'

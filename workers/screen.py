@@ -30,6 +30,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Footer, Input, Label, RichLog, Sparkline, Static
 
 from hytrain.errors import ClusterTimeout, ConfigError
+from hytrain.readable import seconds
 from hytrain.run import trace
 from protocol import messages as m
 from workers import monitor_view as view
@@ -213,7 +214,7 @@ class Screen(App[None]):
                 top = PEAK * middle if middle > 0 else math.inf
                 shown = [min(value, top) for value in values]
                 below.query_one(f"#{name}", Sparkline).data = shown if name == "loss" else [0.0, *shown]
-                now = view.seconds(values[-1]) if text is None else text.format(values[-1])
+                now = seconds(values[-1]) if text is None else text.format(values[-1])
                 below.query_one(f"#name-{name}", Label).update(f"{label} {now}")
         if ended:
             self.notify(ENDED, timeout=STAYS_S)

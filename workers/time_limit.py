@@ -13,8 +13,6 @@ from typing import Final
 from hytrain.config import job_end
 from hytrain.errors import ConfigError
 
-#: EX_TEMPFAIL of sysexits.h: the run has not come to its end; start it again.
-EXIT_AGAIN: Final = 75
 _SECONDS: Final = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _DURATION: Final = re.compile(r"(?=\d)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?")
 

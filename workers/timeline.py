@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hytrain.errors import ConfigError
+from hytrain.readable import seconds
 from hytrain.run.trace import FILE, identity
 from workers import run_folder
-from workers.monitor_view import seconds
 
 #: (start, end)
 Interval = tuple[float, float]

@@ -29,8 +29,8 @@ from hytrain.extras import importing, needed
 from hytrain.recipe import config
 from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.saved import BEGUN, FINISHED, mark, way_on
-from workers.attempts import EXIT_DIVERGED
-from workers.process import EXIT_USAGE, worker_logging
+from workers.exits import EXIT_DIVERGED, EXIT_USAGE
+from workers.worker import worker_logging
 
 if TYPE_CHECKING:
     from hytrain.recipe.parallel import Voices

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from hytrain.readable import format_cores
 from protocol import messages as m
-from workers.affinity import format_cores
 
 #: What psutil calls the states of a process.
 STOPPED: Final = {"stopped": "is stopped by a signal or Ctrl-Z", "tracing-stop": "is stopped by a debugger"}

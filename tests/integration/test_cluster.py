@@ -35,8 +35,8 @@ from hytrain.recipe.saved import latest
 from hytrain.run.seats import SHORT
 from hytrain.state.folders import INDEX
 from protocol.metrics import BY_NAME
+from workers import cluster as cluster_module
 from workers import launcher, run_folder
-from workers import supervisor as supervisor_module
 from workers.run_folder import claim
 
 pytestmark = pytest.mark.usefixtures("own_run")
@@ -258,9 +258,9 @@ def test_a_warning_that_the_time_is_up_is_the_programs(launched: tuple[str | Pat
 def test_files_that_a_cleaner_would_remove_are_touched(
     prints: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "TOUCH_EVERY_S", 0.01)
-    supervisor = supervisor_module.Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
-    supervisor.socket_dir = sockets = tmp_path / "sockets"
+    monkeypatch.setattr(cluster_module, "TOUCH_EVERY_S", 0.01)
+    run = cluster_module.RunningCluster(ClusterConfig(), run_name="run", run_dir=tmp_path / "run", ranks=1)
+    run.socket_dir = sockets = tmp_path / "sockets"
     (sockets / "torchrun").mkdir(parents=True)
     os.mkfifo(sockets / "torchrun" / "pipe")
     with socket.socket(socket.AF_UNIX) as bound:
@@ -280,11 +280,10 @@ def test_files_that_a_cleaner_would_remove_are_touched(
         if prints:
             os.write(writable, b"x")
         thread.start()
-        while supervisor._wait([readable]) == [readable] and prints and thread.is_alive():
+        while run.wait([readable]) == [readable] and prints and thread.is_alive():
             pass
         thread.join()
         assert all(path.stat().st_mtime > 0 for path in old)
-    supervisor._end()
     os.close(readable)
     os.close(writable)
 

@@ -29,7 +29,7 @@ from hytrain.run import link
 from hytrain.run.cluster import OBITUARY_S, STOP_TIMEOUT_S, PrivateCluster, has_ended
 from hytrain.step.backward import Departure
 from protocol.messages import GradReady, TakeOver
-from workers.supervisor import RECORDS_GRACE_S, STOP_GRACE_S
+from workers.cluster import RECORDS_GRACE_S, STOP_GRACE_S
 
 pytestmark = pytest.mark.usefixtures("own_run")
 ENDLESS = SCRIPTS / "endless.py"

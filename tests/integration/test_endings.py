@@ -38,11 +38,12 @@ from hytrain.errors import ConfigError, HyTrainError
 from hytrain.memory import host
 from hytrain.monitoring import Client
 from hytrain.recipe.saved import latest
-from workers import process, time_limit
-from workers import supervisor as supervisor_module
+from workers import process, signals, time_limit
 from workers.attempts import Attempts
+from workers.cluster import STOP_GRACE_S
 from workers.process import Child
-from workers.supervisor import COPY_S, STOP_GRACE_S, End, Supervisor
+from workers.signals import COPY_S, Signals
+from workers.supervisor import End, Supervisor
 
 pytestmark = pytest.mark.usefixtures("own_run")
 RANKS = ("--nproc-per-node", "2")
@@ -339,7 +340,7 @@ def test_memory_that_has_run_out_is_named_and_not_tried_again(
         named = f"optimizer-0 (process {killed.pid}) was killed by SIGKILL"
         reason = ": the kernel has killed a process for want of memory; the machine has 4.0 GiB" if refusal else ""
         assert f"{named}{reason}; " in capsys.readouterr().err
-    supervisor._end()
+    supervisor.close()
 
 
 def test_attempts_that_reach_nothing_new_are_the_last() -> None:
@@ -448,13 +449,13 @@ def test_a_death_is_noticed_behind_output_that_never_ends_and_nobody_reads(tmp_p
         assert launcher.wait(DEADLINE_S) == 128 + signal.SIGKILL
 
 
-def test_a_copy_of_a_signal_is_no_second_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    supervisor = Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
+def test_a_copy_of_a_signal_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = Signals()
     for now_s, is_second in ((100.0, False), (100.0 + COPY_S, False), (100.1 + COPY_S, True)):
-        monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda now_s=now_s: now_s))
-        supervisor._on_signal(signal.SIGTERM, None)
-        assert supervisor._again is is_second
-    supervisor._end()
+        monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda now_s=now_s: now_s))
+        heard.on_ending(signal.SIGTERM, None)
+        assert heard.again is is_second
+    heard.close()
 
 
 def test_a_signal_that_comes_while_a_program_starts_is_the_program_s(
@@ -478,6 +479,6 @@ def test_a_signal_that_comes_while_a_program_starts_is_the_program_s(
 
 def test_a_signal_while_the_processes_start_is_heard(tmp_path: Path) -> None:
     supervisor = Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
-    supervisor._on_signal(signal.SIGINT, None)
+    supervisor.signals.on_ending(signal.SIGINT, None)
     assert supervisor.supervise(["a program that would be started"]) == 128 + signal.SIGINT
-    supervisor._end()
+    supervisor.close()

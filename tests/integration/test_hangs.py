@@ -150,8 +150,8 @@ def test_who_had_to_be_killed_is_known(tmp_path: Path, capsys: pytest.CaptureFix
     children[0].process.send_signal(signal.SIGSTOP)
     children[0].name = "coordinator-0"
     supervisor = Supervisor(ClusterConfig(run_dir=str(tmp_path / "run")), default_name="run")
-    supervisor._children = children
-    supervisor._end()
+    supervisor.cluster.children = children
+    supervisor.close()
     who = f"coordinator-0 (process {children[0].process.pid})"
     assert [line for line in capsys.readouterr().err.splitlines() if "killed" in line] == [
         f"hytrain-cluster: {who} hung and was killed: the last records are missing in {tmp_path / 'run'}"

@@ -8,10 +8,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from workers import launcher, supervisor
+from workers import cluster, launcher, signals, supervisor
 
 later = Path(sys.argv[1])
-supervisor.time = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0 * later.exists(), strftime=time.strftime)
-supervisor.TOUCH_EVERY_S = 0.05  # it looks at the time as often
-supervisor.COPY_S = 60.0
+clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0 * later.exists(), strftime=time.strftime)
+for module in (cluster, signals, supervisor):
+    module.time = clock
+cluster.TOUCH_EVERY_S = 0.05  # it looks at the time as often
+signals.COPY_S = 60.0
 sys.exit(launcher.main(sys.argv[2:]))

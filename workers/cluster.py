@@ -1,0 +1,188 @@
+"""The cluster of a run on this machine: coordinator and optimizers, which share a socket folder. `supervisor` runs it.
+
+    coordinator ─ READY ─▶ an optimizer per rank ─ READY ─▶ cluster.json
+    a coordinator has died ─▶ another one takes its place
+
+Sockets are in a temporary folder, which is removed at the end. Until then its files are touched now and then: systems
+remove from such folders what nobody has touched for days.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import select
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from hytrain.config import Cluster, ClusterConfig
+from hytrain.errors import ConfigError
+from hytrain.run import trace
+from hytrain.run.seats import FOLDER_PREFIX, temporary
+from protocol.address import COORDINATOR, Address
+from workers import affinity, process, run_folder
+from workers.output import say
+from workers.process import Child
+
+#: Workers end within this time, and programs after a second signal, or they are killed.
+STOP_GRACE_S: Final = 3.0
+#: The coordinator has records to write, and on a busy machine it may not get a core for seconds.
+RECORDS_GRACE_S: Final = 15.0
+#: So many coordinators may die in a row, without a step between their deaths.
+COORDINATORS: Final = 3
+#: How often the files of the socket folder are touched. Systems remove files that are older than some days.
+TOUCH_EVERY_S: Final = 3600.0
+HOME: Final = str(Path(__file__).resolve().parents[1])
+
+
+class RunningCluster:
+    """Its processes and its socket folder, from one start to the next. `children` has the program, too."""
+
+    def __init__(self, config: ClusterConfig, *, run_name: str, run_dir: Path, ranks: int) -> None:
+        self._config, self._run_name, self._run_dir, self._ranks = config, run_name, run_dir, ranks
+        self._log_dir = run_dir / "logs"
+        self.children: list[Child] = []
+        self.socket_dir = Path()
+        self._touched_s = time.monotonic()
+        self._coordinator: list[str] = []  # its arguments
+        self._cluster: Cluster | None = None
+        self._deaths = (0, 0)  # the step after which coordinators have died, and how many
+
+    def start(self) -> None:
+        """Start all. Raises `ClusterError` if one does not become ready, `ConfigError` for impossible cores."""
+        trace.clear(self._run_dir)
+        self.socket_dir = _socket_folder()
+        affinity.choose(self._config.cores, self._config.threads, ranks=self._ranks)  # impossible cores are bad input
+        token = secrets.token_hex(16)
+        token_path = self.socket_dir / "token"
+        token_path.touch(mode=0o600)
+        token_path.write_text(token)
+        sockets = ["--socket-dir", str(self.socket_dir), "--run-dir", str(self._run_dir)]
+        sockets += ["--ranks", str(self._ranks), *(["--trace"] if self._config.trace else [])]
+        self._coordinator = [*sockets, "--run-name", self._run_name, "--replan-every", str(self._config.replan_every)]
+        self._coordinator += ["--hang-timeout-s", str(self._config.hang_timeout_s)]
+        [coordinator] = self._start_workers({COORDINATOR: self._coordinator})
+        cores = ["--cores", self._config.cores]
+        cores += [] if self._config.threads is None else ["--threads", str(self._config.threads)]
+        optimizers = self._start_workers(
+            {Address("optimizer", rank): [*sockets, *cores, "--rank", str(rank)] for rank in range(self._ranks)}
+        )
+        self._cluster = Cluster(
+            run_name=self._run_name,
+            run_dir=str(self._run_dir),
+            socket_dir=str(self.socket_dir),
+            token=token,
+            launcher_pid=os.getpid(),
+            coordinator_pid=coordinator.process.pid,
+            optimizer_pids=tuple(optimizer.process.pid for optimizer in optimizers),
+            host_memory_limit=self._config.host_memory_limit,
+            gpu_memory_limit=self._config.gpu_memory_limit,
+            hang_timeout_s=self._config.hang_timeout_s,
+            trace=self._config.trace,
+        )
+        self._cluster.write()
+
+    def _start_workers(self, arguments: dict[Address, list[str]]) -> list[Child]:
+        """Start workers together, each with its arguments, and wait until all are ready."""
+        started = self._started(arguments)
+        self.children += started
+        for child in started:
+            process.await_ready(child, self.children, timeout_s=self._config.start_timeout_s)
+        return started
+
+    def _started(self, arguments: dict[Address, list[str]]) -> list[Child]:
+        return [
+            process.start_worker(address, given, log_dir=self._log_dir, environment=environment())
+            for address, given in arguments.items()
+        ]
+
+    def replaces(self, ended: list[Child]) -> bool:
+        """If a coordinator has died, and nobody else, start another one in its place, while training goes on.
+
+        Returns False if it was something else, or if coordinators die without a step between their deaths.
+        """
+        if [child.name for child in ended] != [str(COORDINATOR)] or self._cluster is None:
+            return False
+        [dead], step = ended, run_folder.last_step(self._run_dir)
+        self._deaths = (step, self._deaths[1] + 1 if step == self._deaths[0] else 1)
+        if self._deaths[1] > COORDINATORS:
+            say(f"\nhytrain-cluster: {self._deaths[1]} coordinators have died, without a step between")
+            return False
+        try:
+            [child] = self._started({COORDINATOR: [*self._coordinator, "--again"]})
+        except OSError:
+            return False
+        self.children[self.children.index(dead)] = child
+        at = f" after step {step}" if step else ""
+        say(
+            f"\nhytrain-cluster: {process.first_words(dead)}{at}; training goes on, and process {child.process.pid} "
+            f"takes its place; its log is {dead.log}"
+        )
+        dead.close()
+        os.close(dead.pidfd)
+        self._cluster = self._cluster.model_copy(update={"coordinator_pid": child.process.pid})
+        with suppress(OSError):  # a cleaner may have removed the folder
+            self._cluster.write()
+        return True
+
+    @property
+    def pidfds(self) -> list[int]:
+        return [child.pidfd for child in self.children]
+
+    def wait(self, descriptors: list[int], until_s: float = math.inf) -> list[int]:
+        """Those that are readable, once one is, or none at `until_s`.
+
+        Until then, keep the socket folder's files from looking abandoned.
+        """
+        while True:
+            touch_s, now_s = self._touched_s + TOUCH_EVERY_S, time.monotonic()
+            if now_s < touch_s:
+                readable = select.select(descriptors, [], [], max(min(touch_s, until_s) - now_s, 0))[0]
+                if readable or time.monotonic() >= until_s:
+                    return readable
+                continue
+            self._touched_s = now_s
+            for folder, _, names in os.walk(self.socket_dir):
+                for name in (".", *names):
+                    with suppress(FileNotFoundError):
+                        os.utime(Path(folder, name))
+
+    def stop(self) -> None:
+        """End the processes of an attempt, and remove what they have shared."""
+        coordinator = str(COORDINATOR)
+        for child in process.stop(
+            reversed(self.children),
+            grace_s=lambda child: RECORDS_GRACE_S if child.name == coordinator else STOP_GRACE_S,
+        ):
+            if child.name == coordinator:
+                say(
+                    f"hytrain-cluster: {child.name} (process {child.process.pid}) hung and was killed: the last "
+                    f"records are missing in {self._run_dir}"
+                )
+        self.children = []
+        if trace.has_events(self._run_dir):  # however the run ended
+            try:
+                trace.merge(self._run_dir)
+            except OSError as error:
+                say(f"hytrain-cluster: no timeline: {error}")
+        if self.socket_dir != Path():
+            shutil.rmtree(self.socket_dir, ignore_errors=True)
+
+
+def _socket_folder() -> Path:
+    """A new folder that only this user can enter. Raises `ConfigError`."""
+    try:
+        return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary()))
+    except OSError as error:
+        raise ConfigError(f"there is no place for sockets: {error}; set another TMPDIR") from None
+
+
+def environment() -> dict[str, str]:
+    """That of the processes: they import this checkout, or this installation."""
+    paths = [HOME, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
