@@ -31,8 +31,7 @@ from protocol.address import Address
 from protocol.placement import Places
 from workers import monitor, observer, run_folder
 from workers import monitor_view as view
-from workers.monitor_view import Snapshot
-from workers.troubles import Usage, find
+from workers.troubles import Snapshot, Usage, find
 from workers.web import Feed
 
 pytestmark = pytest.mark.usefixtures("forks")

@@ -16,7 +16,8 @@ import pytest
 from hytrain.errors import ConfigError
 from protocol.metrics import METRICS
 from workers import monitor, report
-from workers.report import POINTS, WARM_UP_STEPS, page, read
+from workers.report import page
+from workers.story import POINTS, WARM_UP_STEPS, read
 
 ROOT = Path(__file__).resolve().parent.parent
 NOW = datetime(2026, 11, 25, 12, 0, tzinfo=UTC)

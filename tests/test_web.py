@@ -31,8 +31,7 @@ from protocol import messages as m
 from protocol.metrics import METRICS
 from protocol.placement import Places
 from workers import monitor, web
-from workers.monitor_view import Snapshot
-from workers.troubles import Usage
+from workers.troubles import Snapshot, Usage
 from workers.web import Feed, application, exposition
 
 ROOT = Path(__file__).resolve().parent.parent

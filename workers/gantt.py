@@ -15,7 +15,7 @@ from html import escape
 from typing import Final
 
 from hytrain.readable import seconds
-from workers.timeline import CAUSES, Shares, Span, Timeline, shares
+from workers.timeline import Shares, Span, Timeline, shares
 
 #: Of each rank from top to bottom: a row's name and its kinds, those that few steps have last.
 ROWS: Final = (
@@ -132,7 +132,7 @@ def _told(title: str, timelines: Mapping[int, Timeline]) -> str:
 
 
 def _of_rank(rank: int, found: Shares) -> str:
-    waits = [f"{CAUSES[share.key].title} {share.ms / found.step_ms:.1%}" for share in found.waits]
+    waits = [f"{share.cause.title} {share.ms / found.step_ms:.1%}" for share in found.waits]
     return f"Rank {rank}: computing {found.busy:.1%} of a step; {', '.join(waits) or 'no waits'}."
 
 

@@ -20,7 +20,7 @@ from hytrain.readable import seconds
 from workers import timeline
 from workers.gantt import KINDS, ROWS, Lanes, lanes
 from workers.monitor_view import BARS
-from workers.timeline import CAUSES, Share, Span, Timeline, union
+from workers.timeline import Share, Span, Timeline, union
 
 #: The characters of a trainer's kinds, and the styles of all.
 MARKS: Final = {
@@ -71,32 +71,22 @@ class Drawing:
         words.add_column(style="bold")
         words.add_column(overflow="fold")
         rank, first = next(iter(self._shares.items()))
-        many = f"{first.steps} steps from step {first.first} on" if first.steps > 1 else f"step {first.first}"
-        computing = f"{self._whose(rank)}computing {first.busy:.1%}"
-        words.add_row("timeline", f"{many}, {seconds(first.step_ms / 1e3)} each; {computing}")
-        for part, rank, share in self._waits():
-            words.add_row("waits", Text(f"{self._whose(rank)}{_told(part, share)}"))
-        return words
-
-    def _waits(self) -> list[tuple[float, int, Share]]:
-        """The most costly causes: of each, the share of a step on the rank where it is largest, and this rank."""
-        worst = dict[str, tuple[float, int, Share]]()
-        for rank, of in self._shares.items():
-            for share in of.waits:
-                part = share.ms / of.step_ms
-                if part >= timeline.SEEN and (share.key not in worst or part > worst[share.key][0]):
+        words.add_row("timeline", f"{first}; {self._whose(rank)}computing {first.busy:.1%}")
+        worst = dict[str, tuple[float, int, Share]]()  # of each cause, on the rank where it is largest
+        for rank, found in self._shares.items():
+            for share in found.seen:
+                part = share.ms / found.step_ms
+                if share.key not in worst or part > worst[share.key][0]:
                     worst[share.key] = part, rank, share
-        return sorted(worst.values(), key=lambda wait: -wait[0])[:MOST_WAITS]
+        for part, rank, share in sorted(worst.values(), key=lambda wait: -wait[0])[:MOST_WAITS]:
+            about = f"{share.cause.title}{f' (mostly {share.mostly})' if share.mostly else ''}"
+            told = f"{self._whose(rank)}{seconds(share.ms / 1e3)} {part:.1%}  {about}"
+            advice = f": {share.cause.advice}" if self._shares[rank].is_costly(share) else ""
+            words.add_row("waits", Text(told + advice))
+        return words
 
     def _whose(self, rank: int) -> str:
         return f"rank {rank}: " if len(self._shares) > 1 else ""
-
-
-def _told(part: float, share: Share) -> str:
-    cause, mostly = CAUSES[share.key], ", ".join(filter(None, timeline.layers(share)))
-    about = f"{cause.title}{f' (mostly {mostly})' if mostly else ''}"
-    told = f"{seconds(share.ms / 1e3)} {part:.1%}  {about}"
-    return f"{told}: {cause.advice}" if part >= timeline.WORTH else told
 
 
 def _head(found: Lanes, columns: int) -> str:

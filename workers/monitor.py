@@ -43,6 +43,7 @@ from workers import report, run_folder, timeline, web
 from workers.alerts import Alerts
 from workers.exits import EXIT_USAGE
 from workers.observer import FIRST_S, Observer
+from workers.troubles import Snapshot
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
@@ -252,7 +253,7 @@ def _runs_in(where: str | None, *, or_live: bool = False) -> list[run_folder.Run
 
 def _follow(
     statuses: Iterable[m.Status],
-    look: Callable[[m.Status], view.Snapshot],
+    look: Callable[[m.Status], Snapshot],
     *,
     as_json: bool,
     commands: Mapping[str, str | None],

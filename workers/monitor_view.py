@@ -21,7 +21,7 @@ from hytrain.readable import GIB, age, format_cores, format_threads, gib, second
 from protocol import messages as m
 from protocol.handles import Precision
 from protocol.placement import PLACEMENTS
-from workers.troubles import Trouble, Usage, silence
+from workers.troubles import Snapshot, Usage, silence
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -41,19 +41,6 @@ TEXT_COLUMNS: Final = 140
 MIN_WAIT: Final = 0.01
 #: The first machine hears of the others' ranks a little later. A rank this many steps behind is not heard of any more.
 SILENT_STEPS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A status, each process's usage then, None for a process that was gone, and what is wrong.
-
-    `loads`: for each core of this machine, the share of its time in which it was busy; empty if it is not known.
-    """
-
-    status: m.Status
-    processes: tuple[tuple[m.Process, Usage | None], ...]
-    troubles: tuple[Trouble, ...] = ()
-    loads: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from protocol import messages as m
 from workers import monitor_view as view
 from workers import run_folder, timeline
 from workers.gantt_text import Drawing
+from workers.troubles import Snapshot
 
 #: So many steps are in a curve.
 KEPT: Final = 240
@@ -127,7 +128,7 @@ class Screen(App[None]):
     def __init__(
         self,
         statuses: Iterable[m.Status],
-        look: Callable[[m.Status], view.Snapshot],
+        look: Callable[[m.Status], Snapshot],
         send: Send,
         settings: Iterable[tuple[str, str, str]],
     ) -> None:
@@ -135,7 +136,7 @@ class Screen(App[None]):
         self._statuses, self._look, self._send = statuses, look, send
         self._settings = {name: (value, effect) for name, value, effect in settings}
         self._values: dict[str, list[float]] = {name: [] for name, *_ in ALL_CURVES}
-        self.shown: view.Snapshot | None = None
+        self.shown: Snapshot | None = None
         self.has_followed = threading.Event()  # the thread is done with `statuses`
 
     def compose(self) -> ComposeResult:
@@ -194,7 +195,7 @@ class Screen(App[None]):
         finally:
             self.has_followed.set()
 
-    def show(self, snapshot: view.Snapshot, records: Iterable[dict[str, Any]], *, ended: bool = False) -> None:
+    def show(self, snapshot: Snapshot, records: Iterable[dict[str, Any]], *, ended: bool = False) -> None:
         """Draw a status, and the records that are new."""
         below = self.screen_stack[0] if self.screen_stack else None  # a question may lie above
         if below is None or not below.query("#facts"):

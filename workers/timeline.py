@@ -237,6 +237,15 @@ class Share:
     ms: float
     layers: tuple[str, ...] = ()
 
+    @property
+    def cause(self) -> Cause:
+        return CAUSES[self.key]
+
+    @property
+    def mostly(self) -> str:
+        """The layers that a cause is about; some causes are about none."""
+        return ", ".join(filter(None, self.layers)) if self.key in ("cpu", "link", "memory", "ranks") else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Shares:
@@ -252,6 +261,20 @@ class Shares:
     @property
     def busy(self) -> float:
         return sum(share.ms for share in self.work) / self.step_ms
+
+    @property
+    def seen(self) -> list[Share]:
+        """The waits that are worth a line."""
+        return [share for share in self.waits if share.ms >= SEEN * self.step_ms]
+
+    def is_costly(self, wait: Share) -> bool:
+        """Whether it is worth a change."""
+        return wait.ms >= WORTH * self.step_ms
+
+    def __str__(self) -> str:
+        """The steps and how long they are."""
+        many = f"{self.steps} steps from step {self.first} on" if self.steps > 1 else f"step {self.first}"
+        return f"{many}, {seconds(self.step_ms / 1e3)} each"
 
 
 def shares(timeline: Timeline) -> Shares:
@@ -345,17 +368,16 @@ def as_text(path: Path) -> str:
 
 
 def _lines(rank: int, found: Shares, is_one_of_several: bool) -> Iterator[str]:
-    whose = f"rank {rank}: " if is_one_of_several else ""
-    many = f"{found.steps} steps from step {found.first} on" if found.steps > 1 else f"step {found.first}"
-    yield f"{whose}{many}, {seconds(found.step_ms / 1e3)} each"
+    yield f"{f'rank {rank}: ' if is_one_of_several else ''}{found}"
     yield ""
-    yield _row("computing", found.busy * found.step_ms, found, ", ".join(f"{s.key} {_ms(s.ms)}" for s in found.work))
-    for share in (share for share in found.waits if share.ms >= SEEN * found.step_ms):
-        yield _row(CAUSES[share.key].title, share.ms, found, ", ".join(filter(None, layers(share))))
+    work = ", ".join(f"{share.key} {seconds(share.ms / 1e3)}" for share in found.work)
+    yield _row("computing", found.busy * found.step_ms, found, work)
+    for share in found.seen:
+        yield _row(share.cause.title, share.ms, found, share.mostly)
     yield ""
-    costly = [share for share in found.waits if share.ms >= WORTH * found.step_ms]
+    costly = [share for share in found.waits if found.is_costly(share)]
     for share in costly:
-        yield f"{CAUSES[share.key].title}: {CAUSES[share.key].advice}"
+        yield f"{share.cause.title}: {share.cause.advice}"
     if found.starved is not None and found.starved >= MOST_STARVED:
         yield (
             f"launches: in {found.starved:.0%} of the layers' backwards the GPU had no queued work, which counts as "
@@ -366,13 +388,4 @@ def _lines(rank: int, found: Shares, is_one_of_several: bool) -> Iterator[str]:
 
 
 def _row(title: str, ms: float, found: Shares, more: str) -> str:
-    return f"{title:<44} {_ms(ms):>10} {ms / found.step_ms:6.1%}   {more}".rstrip()
-
-
-def _ms(ms: float) -> str:
-    return seconds(ms / 1e3)
-
-
-def layers(share: Share) -> tuple[str, ...]:
-    """The layers that a cause is about; some causes are about none."""
-    return share.layers if share.key in ("cpu", "link", "memory", "ranks") else ()
+    return f"{title:<44} {seconds(ms / 1e3):>10} {ms / found.step_ms:6.1%}   {more}".rstrip()

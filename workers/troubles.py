@@ -62,6 +62,19 @@ class Trouble:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A status, each process's usage then, None for a process that was gone, and what is wrong.
+
+    `loads`: for each core of this machine, the share of its time in which it was busy; empty if it is not known.
+    """
+
+    status: m.Status
+    processes: tuple[tuple[m.Process, Usage | None], ...]
+    troubles: tuple[Trouble, ...] = ()
+    loads: tuple[float, ...] = ()
+
+
 Processes = Iterable[tuple[m.Process, Usage | None]]
 
 

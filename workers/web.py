@@ -32,7 +32,8 @@ from hytrain.run import trace
 from protocol import messages as m
 from protocol.metrics import METRICS
 from workers import monitor_view as view
-from workers import report, timeline
+from workers import report, story, timeline
+from workers.troubles import Snapshot
 
 if TYPE_CHECKING:
     import uvicorn
@@ -66,10 +67,10 @@ class Feed:
     `name` tells the run from others.
     """
 
-    def __init__(self, name: str, folder: Path, look: Callable[[m.Status], view.Snapshot]) -> None:
+    def __init__(self, name: str, folder: Path, look: Callable[[m.Status], Snapshot]) -> None:
         self.name, self.folder, self._look = name, folder, look
         self.status: m.Status | None = None
-        self._seen: view.Snapshot | None = None
+        self._seen: Snapshot | None = None
         self._shown: dict[str, Any] = {}  # what pages show of it
         self._seen_s = -math.inf
         self.ended = self.stops = False
@@ -213,9 +214,9 @@ def application(feeds: Sequence[Feed], token: str) -> Starlette:
     return Starlette(routes=[Route(path, guarded(answer)) for path, answer in routes.items()])
 
 
-def _story(folder: Path) -> report.Story | None:
+def _story(folder: Path) -> story.Story | None:
     try:
-        return report.read(folder)
+        return story.read(folder)
     except (ConfigError, OSError):  # no step has ended yet
         return None
 
