@@ -1,7 +1,7 @@
 """Live runs from outside: which there are, and a connection to one. For programs; `hytrain-monitor` is made with it.
 
-    <tempdir>/hytrain-*/cluster.json ─▶ find ─▶ Client ─ StatusRequest, HistoryRequest, Command ─▶ coordinator
-                                                  ▲─────────── Status, again each step ──┘
+    <tempdir>/hytrain-*/cluster.json ─▶ find ─▶ Client ─ StatusRequest, Command ─▶ coordinator
+                                                  ▲──── Status, again each step ──┘
 
 A client cannot slow a run down: the coordinator never waits for it, and the feed drops frames that it does not read.
 """
@@ -13,8 +13,8 @@ import os
 import secrets
 import select
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self, TypeVar
@@ -29,6 +29,7 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Network, Outbox
 from protocol.messages import Status
+from protocol.metrics import parsed
 
 __all__ = ["Client", "LayerPlace", "Status", "find", "live_runs"]
 
@@ -39,11 +40,12 @@ LAG_S: Final = 0.2
 ANSWER_S: Final = 10.0
 #: While a run is followed, a coordinator that has not replied for so long is shown as silent.
 SILENT_S: Final = 3.0
-#: Of the end of each log, so much is looked at.
+#: Of the end of each log, and of the records, so much is looked at.
 TAIL_BYTES: Final = 1 << 16
+HISTORY_BYTES: Final = 8 << 20
 
-T = TypeVar("T", Status, m.History, m.CommandReply)
-Question = m.StatusRequest | m.HistoryRequest | m.Command
+T = TypeVar("T", Status, m.CommandReply)
+Question = m.StatusRequest | m.Command
 
 
 class LayerPlace(NamedTuple):
@@ -152,19 +154,25 @@ class Client:
                 yield news
 
     def history(self, points: int = 500) -> list[dict[str, Any]]:
-        """The records that the coordinator has kept, the newest one last, evenly spaced if there are more.
+        """The records of the first rank of this machine, the newest one last, evenly spaced if there are more.
 
-        It keeps up to 4096, of the first rank of this machine. `metrics.jsonl` in the run's folder has all.
+        They are read from the end of `metrics.jsonl` in the run's folder, at most 8 MiB of it: no process is asked.
 
         Args:
-            points: How many at most, from 1 to 1000. Records that are large come in smaller numbers.
+            points: How many at most.
 
         Raises:
-            ValueError: `points` is out of range.
-            ConfigError: The run has ended.
-            ClusterTimeout: Its coordinator lives, but has not replied for 10 s.
+            ValueError: `points` is less than 1.
         """
-        return [json.loads(record) for record in self.require(m.HistoryRequest(points=points), m.History).records]
+        if points < 1:
+            raise ValueError(f"{points} points, not 1 or more")
+        records = []
+        with suppress(FileNotFoundError):  # before the first step
+            for line in _end_of(Path(self.run.run_dir, "metrics.jsonl"), HISTORY_BYTES):
+                with suppress(ValueError):  # cut off
+                    records.append(parsed(line))
+        points = min(points, len(records))
+        return [records[(index + 1) * len(records) // points - 1] for index in range(points)]
 
     def layers(self) -> list[LayerPlace]:
         """The layers of the first rank of this machine by ID, as they are placed now; none if no trainer has joined.
@@ -185,7 +193,8 @@ class Client:
 
         They are read from the run's folder, 64 KiB of each at most: neither a process nor its log waits for a reader.
         """
-        return {path.name: _tail(path, lines) for path in sorted(Path(self.run.run_dir, "logs").glob("*.log"))}
+        logs = sorted(Path(self.run.run_dir, "logs").glob("*.log"))
+        return {path.name: _end_of(path, TAIL_BYTES)[-lines:] if lines else [] for path in logs}
 
     def command(self, name: str, value: str) -> str:
         """Change the plan, as `hytrain-monitor --set-k` and the like do: the coordinator's answer, a sentence.
@@ -347,9 +356,8 @@ def _recorded_at_s(status: Status) -> float:
     return float(json.loads(status.record).get("at_s", 0.0))
 
 
-def _tail(path: Path, lines: int) -> list[str]:
+def _end_of(path: Path, nbytes: int) -> list[str]:
+    """The lines in the last so many bytes of a file."""
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - TAIL_BYTES, 0))
-        found = file.read().decode(errors="replace").splitlines()
-    return [*deque(found, maxlen=lines)]
+        file.seek(max(file.seek(0, os.SEEK_END) - nbytes, 0))
+        return file.read().decode(errors="replace").splitlines()

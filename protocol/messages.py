@@ -5,7 +5,7 @@
     a step      StepBegin -> GradReady ... -> (Verdict) -> WeightsReady ...
     ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
     watching    TrainerReport, OptimizerReport, SetThreads, SetMode, Log
-    monitors    StatusRequest -> Status, HistoryRequest -> History, Command -> CommandReply
+    monitors    StatusRequest -> Status, Command -> CommandReply
     timeline    TraceNext -> TraceSteps -> Traced
     checkpoints SaveCheckpoint
     co-training LendMemory, WeightsAt, TakeBack, Compute -> Computed
@@ -37,8 +37,6 @@ STATE_DTYPES = ("float32", "bfloat16", "float8")
 MASTER_DTYPES = ("float32", "bfloat16")
 #: The number of float modes; kernels/backend.py describes them.
 FLOAT_MODES = 16
-#: So many records are in an answer at most.
-HISTORY_POINTS = 1000
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
 #: How the coordinator decides which layers are updated where.
 POLICIES = ("fixed", "cotrain", "balance", "deadline", "random")
@@ -769,23 +767,6 @@ class Status(Message):
     reason: str
     ranks: tuple[RankStatus, ...]
     no_timeline: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryRequest(Message):
-    """Monitor to coordinator: send at most so many of the records that you have kept."""
-
-    points: int
-
-    def __post_init__(self) -> None:
-        _require(0 < self.points <= HISTORY_POINTS, f"{self.points} points, not 1 to {HISTORY_POINTS}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class History(Message):
-    """Coordinator to monitor: records as JSON text, evenly spaced from the oldest that is kept to the newest."""
-
-    records: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

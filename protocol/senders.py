@@ -29,10 +29,10 @@ BY_ROLE: Final[dict[str, tuple[type[m.Message], ...]]] = {
     ),
     "coordinator": (
         *(m.Welcome, m.LayerTable, m.Plan, m.Reassign, m.SetThreads, m.SetMode, m.TraceNext, m.SaveCheckpoint),
-        *(m.Introduce, m.Ping, m.Status, m.History, m.CommandReply, m.Key, m.Collecting, m.NodeStatus),
+        *(m.Introduce, m.Ping, m.Status, m.CommandReply, m.Key, m.Collecting, m.NodeStatus),
         m.Goodbye,  # in the place of a trainer that is gone
     ),
-    "monitor": (m.StatusRequest, m.HistoryRequest, m.Command),
+    "monitor": (m.StatusRequest, m.Command),
 }
 
 

@@ -51,7 +51,6 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.StepBegin, "float_mode"): st.integers(0, m.FLOAT_MODES - 1),
     (m.SetThreads, "threads"): st.integers(1, 2**31),
     **{(cls, "steps"): st.integers(0, m.MAX_TRACED_STEPS) for cls in (m.TraceNext, m.TraceSteps)},
-    (m.HistoryRequest, "points"): st.integers(1, m.HISTORY_POINTS),
     (m.PositionsLearned, "positions"): st.integers(0, 6).flatmap(lambda n: st.permutations(range(n)).map(tuple)),
     (m.GradReady, "counts"): st.lists(COUNTS, min_size=1, max_size=4).map(tuple).filter(any),
     (m.Verdict, "scale"): st.floats(0, 2**20),

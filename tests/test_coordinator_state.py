@@ -50,7 +50,7 @@ def placed(gpu_lids: Sequence[int], layers: int = LAYERS) -> Places:
 def usual_sender(message: m.Message) -> Address:
     if isinstance(message, m.OptimizerReport | m.SessionEnded):
         return OPTIMIZER
-    return MONITOR if isinstance(message, m.StatusRequest | m.HistoryRequest | m.Command) else TRAINER
+    return MONITOR if isinstance(message, m.StatusRequest | m.Command) else TRAINER
 
 
 class Driver:
@@ -872,20 +872,6 @@ def test_monitors_get_each_record_though_several_are_written_at_once(driver: Dri
     driver.handle(m.Log(step=3, numbers={"loss": 1.0}))
     published = [json.loads(command.status.record) for command in driver.commands if isinstance(command, Publish)]
     assert published == driver.records and [record["step"] for record in published] == [1, 2, 3]
-
-
-def test_monitors_may_ask_for_the_last_records(driver: Driver) -> None:
-    """As they are in the file, with what came late; also once the trainer has left."""
-    driver.start(policy="fixed", k=0.5)
-    for step in range(9):
-        driver.handle(report(step))
-    driver.handle(m.Log(step=1, numbers={"loss": 2.0}))
-    assert any(isinstance(command, Amend) for command in driver.commands)
-    driver.leave()
-    answer = driver.answer(m.HistoryRequest(points=3))
-    assert [json.loads(record)["step"] for record in answer.records] == [3, 6, 9]
-    first = json.loads(driver.answer(m.HistoryRequest(points=1000)).records[0])
-    assert first == driver.written[0] | {"loss": 2.0}
 
 
 def test_a_status_has_the_plan_that_is_to_come(driver: Driver) -> None:

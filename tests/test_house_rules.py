@@ -49,7 +49,6 @@ PURE = (
     "workers/planning/room.py",
     "workers/planning/tried.py",
     "workers/records.py",
-    "workers/history.py",
     "workers/effects.py",
     "workers/alerts.py",
     "workers/troubles.py",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_monitor import status
@@ -21,57 +19,9 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import REPLIES_HIGH_WATER_MARK, Network
 from protocol.placement import Places
-from workers.history import ANSWER_BYTES, NBYTES, RECORDS, History
+from workers.records import SHOWN_BYTES
 
 TOKEN = "token"
-
-
-def line(step: int, **more: Any) -> str:
-    return json.dumps({"step": step, **more})
-
-
-def steps(history: History, points: int = 1000) -> list[int]:
-    return [json.loads(record)["step"] for record in history.sample(points)]
-
-
-def filled(count: int, **more: Any) -> History:
-    history = History()
-    for step in range(1, count + 1):
-        history.add(line(step, **more))
-    return history
-
-
-def test_few_records_come_whole_and_many_evenly_spaced() -> None:
-    assert steps(History()) == []
-    assert steps(filled(5), 5) == [1, 2, 3, 4, 5] and steps(filled(5), 1) == [5]
-    assert steps(filled(100), 10) == [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
-    assert steps(filled(7), 3) == [2, 4, 7], "the newest is always there"
-
-
-def test_history_is_bounded_by_records_and_by_bytes() -> None:
-    history = filled(RECORDS + 9)
-    assert len(history._lines) == RECORDS and steps(history, 1) == [RECORDS + 9]
-    large = filled(50, words="x" * (NBYTES // 20))
-    assert 10 < len(large._lines) < 20 and large._nbytes == sum(len(text) for _, text in large._lines) <= NBYTES
-    answer = large.sample(1000)
-    assert 0 < len(answer) and sum(map(len, answer)) <= ANSWER_BYTES, "fewer, if they are large"
-    assert json.loads(answer[-1])["step"] == 50
-    wide = filled(3, words="x" * ANSWER_BYTES)
-    wide.amend(2, {"own": 1.0, "loss": 2.0})
-    assert [json.loads(record) for record in wide.sample(1000)] == [
-        json.loads(line(step, **({"loss": 2.0, "own": 1.0} if step == 2 else {}))) for step in (1, 2, 3)
-    ], "what no answer has room for is left out"
-
-
-def test_history_is_what_the_file_has() -> None:
-    """Late numbers belong to their record, whose own ones stay. A loop that goes back replaces what came after."""
-    history = filled(9, k=0.5)
-    history.amend(4, {"loss": 2.0, "k": 9.0})
-    history.amend(99, {"loss": 3.0})
-    assert json.loads(history.sample(9)[3]) == {"step": 4, "k": 0.5, "loss": 2.0}
-    history.add(line(6))
-    assert steps(history) == [1, 2, 3, 4, 5, 6]
-    assert history._nbytes == sum(len(text) for _, text in history._lines)
 
 
 class Run:
@@ -117,14 +67,12 @@ def run(no_leaks: None, tmp_path: Path) -> Iterator[Run]:
 def test_a_client_asks_and_tells_in_words_what_was_refused(run: Run, tmp_path: Path) -> None:
     placed = status(places=Places(("gpu", "visit-offloaded")))
     answers = (
-        m.History(records=(line(3, loss=1.5),)),
         placed,
         m.CommandReply(ok=True, text="k=0.3 from the next plan on"),
         m.CommandReply(ok=False, text="k is '9': give a number in [0, 1], or \"auto\""),
         m.CommandReply(ok=True, text="a checkpoint is saved"),
     )
     with run.answering(*answers) as asked, Client(run.cluster) as client:
-        assert client.history(points=7) == [{"step": 3, "loss": 1.5}]
         first, second = client.layers()
         assert first == LayerPlace(0, "a", 1, weights="gpu", state="gpu", updated_by="gpu")
         assert second == LayerPlace(1, "b", 3, weights="host", state="host", updated_by="gpu")
@@ -132,20 +80,39 @@ def test_a_client_asks_and_tells_in_words_what_was_refused(run: Run, tmp_path: P
         with pytest.raises(ConfigError, match="give a number"):
             client.command("k", "9")
         assert client.checkpoint() == "a checkpoint is saved"
-        with pytest.raises(ValueError, match="1001 points, not 1 to 1000"):
-            client.history(1001)
         (tmp_path / "logs").mkdir()
         (tmp_path / "logs" / "trainer-0.log").write_text("long ago\n" + "x" * TAIL_BYTES + "\none\ntwo\n")
         (tmp_path / "logs" / "optimizer-0.log").write_bytes(b"\xff one\n")
         tails = client.log_tail(3)
         assert tails["optimizer-0.log"] == ["\ufffd one"] and tails["trainer-0.log"][1:] == ["one", "two"]
     assert asked == [
-        m.HistoryRequest(points=7),
         m.StatusRequest(),
         m.Command(name="k", value="0.3"),
         m.Command(name="k", value="9"),
         m.Command(name="checkpoint", value=""),
     ]
+
+
+@pytest.mark.spawns
+def test_records_are_read_from_the_file_evenly_spaced(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few come whole, the newest always. Of a file that is large, its end is read; a line that is cut off is none."""
+    metrics = tmp_path / "metrics.jsonl"
+
+    def steps(count: int, points: int) -> list[int]:
+        metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, count + 1)) + '{"step": 9')
+        return [record["step"] for record in client.history(points)]
+
+    with Client(run.cluster) as client:
+        assert client.history() == [], "no step has ended"
+        assert steps(5, 5) == [1, 2, 3, 4, 5] and steps(5, 1) == [5]
+        assert steps(100, 10) == [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]
+        assert steps(7, 3) == [2, 4, 7]
+        monkeypatch.setattr(monitoring, "HISTORY_BYTES", 45)
+        assert steps(99, 500) == [98, 99]
+        with pytest.raises(ValueError, match="0 points, not 1 or more"):
+            client.history(0)
 
 
 @pytest.mark.spawns
@@ -187,11 +154,11 @@ def test_an_answer_that_comes_late_is_not_the_next_questions(run: Run, monkeypat
 @pytest.mark.spawns
 def test_one_who_asks_and_does_not_read_gets_few_answers_and_others_theirs(run: Run) -> None:
     """However many it asks for, and however large they are: nobody waits for it, and little is kept for it."""
-    asks, answer = 500, m.History(records=("x" * (ANSWER_BYTES // 4),))
+    asks, answer = 500, status(record="x" * SHOWN_BYTES)
     with Network(run.network.socket_dir, token=TOKEN, address=Address("monitor", 7), name="monitor-7-stalled") as other:
         stalled = other.outbox(COORDINATOR)
         for _ in range(asks):
-            stalled.send(m.HistoryRequest(points=1000))
+            stalled.send(m.StatusRequest())
         for _ in range(asks):
             incoming = run.inbox.receive(60)
             assert incoming is not None

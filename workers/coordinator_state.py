@@ -17,10 +17,9 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.handshake import RunHandshake
 from protocol.placement import Places
-from workers.effects import Abort, Amend, Answer, Command, Note, Publish, Send, Write
+from workers.effects import Abort, Answer, Command, Note, Publish, Send, Write
 from workers.fleet import Commands, Fleet, TrainerSeat
 from workers.heartbeats import Heartbeats
-from workers.history import History
 from workers.records import shown
 from workers.tracing import Tracing
 
@@ -53,7 +52,6 @@ class CoordinatorState:
         self.heartbeats = Heartbeats(limit_s=hang_timeout_s)
         self._tracing = Tracing(is_on=traces)
         self.no_timeline = ""  # why the newest one could not be written
-        self._history = History()
         self._elsewhere: dict[Address, tuple[m.RankStatus, ...]] = {}
         self._takes_over = kept is not None
         for rank, commands in (kept or {}).items():
@@ -77,8 +75,6 @@ class CoordinatorState:
                 return [Note(f"{sender} is ready: {message.detail}")]
             case m.StatusRequest():
                 return [Answer(self._status())]
-            case m.HistoryRequest(points=points):
-                return [Answer(m.History(records=self._history.sample(points)))]
             case m.Command():
                 return self._on_command(message)
             case m.Goodbye():
@@ -200,18 +196,14 @@ class CoordinatorState:
         return [] if waiting is None else self._on_hello(seat.trainer, waiting)
 
     def _published(self, seat: TrainerSeat, commands: list[Command]) -> list[Command]:
-        """The commands, with a status for monitors after each record of the shown trainer, which is kept for them."""
+        """The commands, with a status for monitors after each record of the shown trainer."""
         if seat is not self.fleet.shown:
             return commands
         found: list[Command] = []
         for command in commands:
             found.append(command)
-            match command:
-                case Write(line):
-                    self._history.add(line)
-                    found.append(Publish(replace(self._status(), record=shown(line))))
-                case Amend(step, numbers):
-                    self._history.amend(step, numbers)
+            if isinstance(command, Write):
+                found.append(Publish(replace(self._status(), record=shown(command.line))))
         return found
 
     def _status(self) -> m.Status:
