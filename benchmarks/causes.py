@@ -59,7 +59,7 @@ def main() -> int:
         with subprocess.Popen(command, cwd=HOME, stdin=pipe, text=True) as program:
             while not (run_dir / "metrics.jsonl").exists() or not (run_dir / "metrics.jsonl").stat().st_size:
                 time.sleep(0.1)
-            watch = [sys.executable, "-m", "workers.monitor", str(run_dir), "--follow"]
+            watch = [sys.executable, "-m", "workers.watch.monitor", str(run_dir), "--follow"]
             with subprocess.Popen(watch, cwd=HOME, stdout=pipe, text=True) as monitor:
                 _cause_all(program, monitor)
                 monitor.terminate()
@@ -70,7 +70,7 @@ def main() -> int:
 
 def _cause_all(program: subprocess.Popen[str], monitor: subprocess.Popen[str]) -> None:
     tree = psutil.Process(program.pid).children(recursive=True)
-    [optimizer] = [process for process in tree if "workers.optimizer" in process.cmdline()]
+    [optimizer] = [process for process in tree if "workers.optimize.optimizer" in process.cmdline()]
     core = optimizer.cpu_affinity()[-1]
     loop = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Self
 
-from workers.timeline import Interval, gaps, union
+from workers.watch.timeline import Interval, gaps, union
 
 TURNAROUND_US: Final = 5.0
 CAUSES: Final = ("weights", "launch", "turnaround", "copies", "other")

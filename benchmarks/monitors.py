@@ -1,6 +1,6 @@
 """Monitors that are attached while steps are measured: the part "monitors".
 
-Monitors(50) ─▶ python -m workers.monitor RUN --follow --json, 50 times ─▶ each has read a record
+Monitors(50) ─▶ python -m workers.watch.monitor RUN --follow --json, 50 times ─▶ each has read a record
             └▶ every second one is stopped, and reads nothing any more
 """
 
@@ -30,7 +30,7 @@ class Monitors:
 
     def __enter__(self) -> Self:
         """Returns once all have read a record. Raises `Unavailable` if one does not."""
-        command = [sys.executable, "-m", "workers.monitor", str(self._run_dir), "--follow", "--json"]
+        command = [sys.executable, "-m", "workers.watch.monitor", str(self._run_dir), "--follow", "--json"]
         for _ in range(self._count):
             said = tempfile.TemporaryFile()
             self._all.append((subprocess.Popen(command, cwd=HOME, stdin=subprocess.DEVNULL, stdout=said), said))

@@ -15,7 +15,7 @@ import time
 from typing import Any, Final
 
 from benchmarks.watcher import Watcher, ticks
-from workers.gauges import Gauges
+from workers.coordinate.gauges import Gauges
 
 #: The driver refreshes its counter of energy ten times a second or more often.
 TICK_S: Final = 0.25

@@ -25,8 +25,8 @@ from matplotlib import pyplot  # noqa: E402
 from matplotlib.colors import to_rgb  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
-from workers.timeline import Interval, Span  # noqa: E402
-from workers.timeline import Timeline as Steps  # noqa: E402
+from workers.watch.timeline import Interval, Span  # noqa: E402
+from workers.watch.timeline import Timeline as Steps  # noqa: E402
 
 WIDTH_IN: Final = 9.0
 BAR: Final = 0.8

@@ -51,12 +51,15 @@ PRELOADED: Final = (
     "torch.distributed.tensor.parallel",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
-    "workers.doctor",
-    "workers.monitor_view",
-    "workers.supervisor",
+    "workers.watch.doctor",
+    "workers.watch.monitor_view",
+    "workers.launch.supervisor",
 )
 #: Whose `Popen` forks, in the server and so in all forks.
-FORKING: Final = ("workers.process", "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
+FORKING: Final = (
+    "workers.launch.process",
+    "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler",
+)
 #: Variables that Python and libraries read when they start. With other ones, a program is started.
 AT_START: Final = re.compile("(?!PYTHONPATH$|PYTHONUNBUFFERED$)(PYTHON|OMP_|MKL_|LD_|HF_|TRANSFORMERS_)")
 #: Threads that hold no lock which a fork would need: those of torchrun's agent, of its rendezvous and its store, of an
@@ -317,8 +320,8 @@ def _settle(start: Start, mask: Iterable[int]) -> None:
     logging.getLogger().handlers.clear()
     logging.getLogger().setLevel(logging.WARNING)
     tempfile.tempdir = None
-    if "workers.output" in sys.modules:
-        sys.modules["workers.output"]._outputs.clear()  # whose threads are the launcher's
+    if "workers.launch.output" in sys.modules:
+        sys.modules["workers.launch.output"]._outputs.clear()  # whose threads are the launcher's
 
 
 def _move(descriptors: Mapping[int, int]) -> None:

@@ -65,7 +65,7 @@ from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import layout
 from protocol.rules import AdamWHyper
-from workers import optimizer
+from workers.optimize import optimizer
 
 OFF = TraceWriter("", Address("trainer", 0), NO_STEP)
 

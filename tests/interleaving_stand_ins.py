@@ -49,9 +49,9 @@ from protocol.address import Address
 from protocol.handles import STATE_PLANES
 from protocol.handshake import HandshakeError
 from protocol.placement import Places
-from workers.coordinator_state import CoordinatorState
+from workers.coordinate.coordinator_state import CoordinatorState
 from workers.effects import Send
-from workers.update_queue import Tile, UpdateQueue
+from workers.optimize.update_queue import Tile, UpdateQueue
 
 TOKEN = "token"
 

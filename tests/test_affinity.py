@@ -170,7 +170,7 @@ def test_pinning_sets_the_mask_and_tells_openmp(exclusive: bool, settings: dict[
 
 LOADED = """
 import sys
-import workers.optimizer
+import workers.optimize.optimizer
 heavy = sorted({"torch", "numpy", "deepspeed"} & set(sys.modules))
 with open("/proc/self/maps") as maps:
     heavy += sorted({name for line in maps for name in ("libgomp", "libiomp", "libomp") if name in line})

@@ -16,8 +16,8 @@ from test_monitor import look, status
 from test_report import record
 
 from protocol import messages as m
-from workers import monitor
-from workers.alerts import CALM, STALLED, STEPS, Alert, Alerts
+from workers.watch import monitor
+from workers.watch.alerts import CALM, STALLED, STEPS, Alert, Alerts
 
 
 def at(step: int, share: float = 0.0, **more: Any) -> m.Status:

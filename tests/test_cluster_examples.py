@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from workers import launcher, torchrun
+from workers.launch import launcher, torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples/cluster"

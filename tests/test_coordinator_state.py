@@ -20,18 +20,18 @@ from protocol.handshake import HandshakeError
 from protocol.metrics import BY_NAME
 from protocol.placement import CPU, GPU, VISIT, Places
 from protocol.sizes import Sizes
-from workers import monitor_view as view
-from workers.coordinator_state import CoordinatorState
+from workers.coordinate.coordinator_state import CoordinatorState
+from workers.coordinate.fleet import GATHER_STEPS, LATE_S
+from workers.coordinate.heartbeats import Heartbeats
+from workers.coordinate.records import LOG_PATIENCE_STEPS
+from workers.coordinate.tracing import Tracing
 from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
-from workers.fleet import GATHER_STEPS, LATE_S
-from workers.heartbeats import Heartbeats
 from workers.planning import BESIDE_TRAINING, WARM_UP_STEPS, Planning
 from workers.planning.measured import CPU_PATIENCE_STEPS
 from workers.planning.plane_bytes import PlaneBytes
 from workers.planning.planning import _Wanted
 from workers.planning.room import MARGIN_TO_OTHERS
-from workers.records import LOG_PATIENCE_STEPS
-from workers.tracing import Tracing
+from workers.watch import monitor_view as view
 
 LAYERS = 4
 ALL = tuple(range(LAYERS))

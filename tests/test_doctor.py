@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from protocol.handles import EXACT, Precision
-from workers import doctor
-from workers.doctor import Gpu, Machine, advise, render
 from workers.exits import EXIT_USAGE
-from workers.forecast import PRECISIONS, SHAPES, Rates, Shape, forecast, most_parameters
 from workers.planning import BESIDE_TRAINING
+from workers.watch import doctor
+from workers.watch.doctor import Gpu, Machine, advise, render
+from workers.watch.forecast import PRECISIONS, SHAPES, Rates, Shape, forecast, most_parameters
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB, GB = 2**30, 10**9

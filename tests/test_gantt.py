@@ -13,10 +13,10 @@ from test_waits import Drawn
 
 from hytrain.run import trace
 from hytrain.step.measure import TRACKS
-from workers import gantt, timeline
-from workers.gantt import KINDS, MOST_STEPS, ROWS, figure
-from workers.report import page
-from workers.story import read
+from workers.watch import gantt, timeline
+from workers.watch.gantt import KINDS, MOST_STEPS, ROWS, figure
+from workers.watch.report import page
+from workers.watch.story import read
 
 NOW = datetime(2026, 11, 25, 12, 0, tzinfo=UTC)
 CSS = (Path(gantt.__file__).with_name("pages") / "page.css").read_text()

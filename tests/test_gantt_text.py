@@ -14,9 +14,9 @@ from rich.console import Console
 from test_waits import Drawn
 
 from hytrain.run import trace
-from workers import timeline
-from workers.gantt import KINDS, ROWS
-from workers.gantt_text import MARKS, Drawing
+from workers.watch import timeline
+from workers.watch.gantt import KINDS, ROWS
+from workers.watch.gantt_text import MARKS, Drawing
 
 #: The trainer's row begins there, with one rank.
 MARGIN = len("gradients out") + 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from workers.gauges import Gauges
+from workers.coordinate.gauges import Gauges
 
 
 class NVMLError(Exception):

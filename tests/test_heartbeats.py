@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from protocol.address import Address
 from protocol.messages import Pong
-from workers.heartbeats import BEAT_S, SILENT_S, Heartbeats
+from workers.coordinate.heartbeats import BEAT_S, SILENT_S, Heartbeats
 
 TRAINER, OPTIMIZER = Address("trainer", 0), Address("optimizer", 0)
 BOTH = (TRAINER, OPTIMIZER)

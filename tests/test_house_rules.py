@@ -11,7 +11,7 @@ import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import faults
@@ -22,6 +22,15 @@ PACKAGES = ("hytrain", "workers", "protocol")
 
 NOT_ABOVE = {"protocol": {"hytrain", "workers", "torch"}, "hytrain": {"workers"}, "workers": set[str]()}
 ONLY_IN = {"zmq": ("protocol/channel.py", "protocol/nodes.py"), "msgpack": ("protocol/codec.py",)}
+#: The rooms of `workers/`, each with the others that it may import. What lies beside the rooms is below them.
+ROOMS: dict[str, set[str]] = {
+    "launch": set(),
+    "coordinate": {"planning"},
+    "planning": set(),
+    "optimize": set(),
+    "train": set(),
+    "watch": {"planning", "optimize"},
+}
 IMPURE = {"torch", "zmq", "os", "time", "random", "threading", "logging"}
 PURE = (
     "hytrain/planner/*.py",
@@ -38,8 +47,8 @@ PURE = (
     "protocol/placement.py",
     "protocol/sizes.py",
     "protocol/rules.py",
-    "workers/coordinator_state.py",
-    "workers/fleet.py",
+    "workers/coordinate/coordinator_state.py",
+    "workers/coordinate/fleet.py",
     "workers/planning/commands.py",
     "workers/planning/facts.py",
     "workers/planning/measured.py",
@@ -48,10 +57,10 @@ PURE = (
     "workers/planning/planning.py",
     "workers/planning/room.py",
     "workers/planning/tried.py",
-    "workers/records.py",
+    "workers/coordinate/records.py",
     "workers/effects.py",
-    "workers/alerts.py",
-    "workers/troubles.py",
+    "workers/watch/alerts.py",
+    "workers/watch/troubles.py",
 )
 # What turns bytes into code. `multiprocessing` pickles what it sends.
 UNSAFE_IMPORTS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
@@ -89,6 +98,9 @@ def violations(source: str, module: str) -> list[str]:
         top = name.partition(".")[0]
         if top in NOT_ABOVE[package]:
             found.append(f"{module}:{line}: {package} must not import {top}")
+        room, own = _room(name.split(".")), _room(Path(module).parts)
+        if package == "workers" and room not in ("", own, *ROOMS.get(own, ())):
+            found.append(f"{module}:{line}: {own or package} must not import {room}")
         if module not in ONLY_IN.get(top, (module,)):
             found.append(f"{module}:{line}: only {' and '.join(ONLY_IN[top])} may import {top}")
         if pure and top in IMPURE:
@@ -103,6 +115,15 @@ def violations(source: str, module: str) -> list[str]:
         if isinstance(node, ast.Attribute) and node.attr in BELOW_TENSORS and module != DOOR:
             found.append(f"{module}:{node.lineno}: only {DOOR} may use {node.attr}")
     return found
+
+
+def _room(parts: Sequence[str]) -> str:
+    """The room of `workers/` that a module's path or name leads into; "" for another place."""
+    return parts[1] if parts[0] == "workers" and len(parts) > 1 and parts[1] in ROOMS else ""
+
+
+def test_every_folder_of_workers_is_a_room() -> None:
+    assert {path.parent.name for path in (ROOT / "workers").glob("*/__init__.py")} == ROOMS.keys()
 
 
 def test_modules_keep_the_rules() -> None:
@@ -152,17 +173,21 @@ def test_no_pure_module_brings_torch() -> None:
     [
         ("protocol/codec.py", "import torch"),
         ("protocol/codec.py", "def late():\n    from hytrain import config"),
-        ("hytrain/optim.py", "from workers.launcher import main"),
+        ("hytrain/optim.py", "from workers.launch.launcher import main"),
         ("hytrain/optim.py", "import protocol, workers"),
         ("hytrain/optim.py", "from .. import workers"),
-        ("workers/trainer.py", "import zmq"),
+        ("workers/train/trainer.py", "import zmq"),
         ("protocol/handles.py", "from msgpack import packb"),
         ("hytrain/planner/simulate.py", "from time import monotonic"),
         ("hytrain/run/ownership.py", "import os.path"),
         ("protocol/messages.py", "import random as r"),
-        ("workers/optimizer.py", "from pickle import loads"),
-        ("workers/optimizer.py", "import torch.multiprocessing"),
-        ("workers/trainer.py", "exec(text)"),
+        ("workers/launch/launcher.py", "from workers.watch import doctor"),
+        ("workers/coordinate/coordinator.py", "def late():\n    import workers.optimize.arenas"),
+        ("workers/run_folder.py", "from workers.launch.output import say"),
+        ("workers/planning/planning.py", "from workers.coordinate.records import Late"),
+        ("workers/optimize/optimizer.py", "from pickle import loads"),
+        ("workers/optimize/optimizer.py", "import torch.multiprocessing"),
+        ("workers/train/trainer.py", "exec(text)"),
         ("hytrain/config.py", "value = eval('1')"),
         ("hytrain/optim.py", "torch.save(state, path)"),
         ("hytrain/state/dicts.py", "place = tensor.data_ptr()"),
@@ -175,7 +200,10 @@ def test_planted_violation_is_found(module: str, source: str) -> None:
 def test_what_is_allowed_passes() -> None:
     assert violations("from protocol import codec\nimport torch, os, time\nmodel.eval()", "hytrain/optim.py") == []
     assert violations("import zmq, os", "protocol/channel.py") == []
-    assert violations("from hytrain.planner import decide\nimport protocol", "workers/coordinator.py") == []
+    assert violations("from hytrain.planner import decide\nimport protocol", "workers/coordinate/coordinator.py") == []
+    assert (
+        violations("from workers import affinity\nfrom workers.planning import facts", "workers/watch/doctor.py") == []
+    )
 
 
 NAMED_TEST = re.compile(r"`((?:tests/)?[\w/]+\.py)::(\w+)`")

@@ -33,8 +33,8 @@ from hytrain.step.offload import Offload
 from hytrain.step.reads import Reads
 from protocol import messages as m
 from protocol.placement import Placement
-from workers.update_queue import Tile, UpdateQueue
-from workers.work_log import Progress
+from workers.optimize.update_queue import Tile, UpdateQueue
+from workers.optimize.work_log import Progress
 
 EXAMPLES = 120
 

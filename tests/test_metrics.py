@@ -13,8 +13,8 @@ import pytest
 
 from hytrain.step.numbers import StepNumbers
 from protocol import messages as m
-from workers.metrics_file import BLOCK_BYTES, MetricsFile
-from workers.records import LOG_PATIENCE_STEPS, Late, Records
+from workers.coordinate.metrics_file import BLOCK_BYTES, MetricsFile
+from workers.coordinate.records import LOG_PATIENCE_STEPS, Late, Records
 
 
 class Training:

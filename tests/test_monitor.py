@@ -29,10 +29,11 @@ from hytrain.monitoring import Client
 from protocol import messages as m
 from protocol.address import Address
 from protocol.placement import Places
-from workers import monitor, observer, run_folder
-from workers import monitor_view as view
-from workers.troubles import Snapshot, Usage, find
-from workers.web import Feed
+from workers import run_folder
+from workers.watch import monitor, observer
+from workers.watch import monitor_view as view
+from workers.watch.troubles import Snapshot, Usage, find
+from workers.watch.web import Feed
 
 pytestmark = pytest.mark.usefixtures("forks")
 ROOT = Path(__file__).resolve().parent.parent

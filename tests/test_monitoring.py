@@ -19,7 +19,7 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import REPLIES_HIGH_WATER_MARK, Network
 from protocol.placement import Places
-from workers.records import SHOWN_BYTES
+from workers.coordinate.records import SHOWN_BYTES
 
 TOKEN = "token"
 

@@ -26,7 +26,7 @@ from hytrain.model.layers import split_layers
 from protocol.handles import EXACT, STATE_PLANES
 from protocol.messages import Segment
 from protocol.rules import ON_DEVICE, MuonHyper
-from workers.arenas import SegmentPlanes
+from workers.optimize.arenas import SegmentPlanes
 
 HYPER = MuonHyper(lr=0.02, weight_decay=0.1, momentum=0.95, nesterov=True)
 HYPERS = {

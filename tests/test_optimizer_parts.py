@@ -21,11 +21,11 @@ from protocol.address import Address
 from protocol.handles import layout
 from protocol.messages import CpuUpdate, Layer, Segment
 from protocol.rules import TILE_NUMEL
-from workers import arenas as memory
-from workers import update_rate
-from workers.arenas import Arenas, SegmentPlanes
-from workers.update_rate import seconds_per_parameter
-from workers.work_log import Progress
+from workers.optimize import arenas as memory
+from workers.optimize import update_rate
+from workers.optimize.arenas import Arenas, SegmentPlanes
+from workers.optimize.update_rate import seconds_per_parameter
+from workers.optimize.work_log import Progress
 
 TOKEN = "0123456789abcdef"
 OPTIMIZER, TRAINER = Address("optimizer", 0), Address("trainer", 0)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from workers import output
-from workers.output import HELD_BYTES, Output
+from workers.launch import output
+from workers.launch.output import HELD_BYTES, Output
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from hytrain.errors import ConfigError
 from hytrain.extras import importing
 from hytrain.recipe import config
 from hytrain.recipe.template import EXAMPLE, template
-from workers import launcher
+from workers.launch import launcher
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MINIMAL: dict[str, Any] = {
@@ -244,7 +244,7 @@ def test_garbage_is_collected_again_after_a_long_import() -> None:
 @pytest.mark.parametrize(
     ("module", "missing", "extra"),
     [
-        ("workers.trainer", "transformers", "recipe"),
+        ("workers.train.trainer", "transformers", "recipe"),
         ("hytrain.integrations.accelerate", "accelerate", "hf"),
     ],
 )

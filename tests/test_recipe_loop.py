@@ -49,7 +49,7 @@ from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.state import manifest, tensor_file
 from protocol.metrics import BY_NAME
-from workers import trainer
+from workers.train import trainer
 
 DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, **DROPOUT}

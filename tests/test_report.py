@@ -15,9 +15,9 @@ import pytest
 
 from hytrain.errors import ConfigError
 from protocol.metrics import METRICS
-from workers import monitor, report
-from workers.report import page
-from workers.story import POINTS, WARM_UP_STEPS, read
+from workers.watch import monitor, report
+from workers.watch.report import page
+from workers.watch.story import POINTS, WARM_UP_STEPS, read
 
 ROOT = Path(__file__).resolve().parent.parent
 NOW = datetime(2026, 11, 25, 12, 0, tzinfo=UTC)

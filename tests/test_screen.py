@@ -27,8 +27,8 @@ from textual.widgets._footer import FooterKey
 from hytrain.errors import ConfigError
 from hytrain.run import trace
 from protocol import messages as m
-from workers.monitor import ORDERS, SETTINGS
-from workers.screen import DRAWN, ENDED, KEPT, KEPT_LINES, NO_TIMELINE, PEAK, Screen
+from workers.watch.monitor import ORDERS, SETTINGS
+from workers.watch.screen import DRAWN, ENDED, KEPT, KEPT_LINES, NO_TIMELINE, PEAK, Screen
 
 ALL = (*SETTINGS, *ORDERS)
 SCREENS = Path(__file__).with_name("screens")

@@ -12,10 +12,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from hytrain.errors import ConfigError
-from workers import agent, launcher, torchrun
-from workers.output import Output, drain
-from workers.tee import LONGEST_LINE, Tee, rank_pipes
-from workers.torchrun import Job
+from workers.launch import agent, launcher, torchrun
+from workers.launch.output import Output, drain
+from workers.launch.tee import LONGEST_LINE, Tee, rank_pipes
+from workers.launch.torchrun import Job
 
 
 def job(*words: str) -> Job | None:

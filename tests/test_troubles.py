@@ -16,10 +16,10 @@ from test_report import record
 
 from protocol import messages as m
 from protocol.address import Address
-from workers import monitor_view as view
-from workers import observer
-from workers.observer import EVERY_S, FIRST_S, Strangers
-from workers.troubles import SLOW_DISK_S, TAKEN, Stranger, Usage, find
+from workers.watch import monitor_view as view
+from workers.watch import observer
+from workers.watch.observer import EVERY_S, FIRST_S, Strangers
+from workers.watch.troubles import SLOW_DISK_S, TAKEN, Stranger, Usage, find
 
 OPTIMIZER = m.Process(address=Address("optimizer", 0), pid=7, detail="")
 USAGE = Usage(cores=(2, 3), rss_bytes=0, cpu_s=0.0, cpu_share=0.0, state="sleeping")

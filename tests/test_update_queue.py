@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.messages import GradReady, Layer, Segment, StepBegin, Verdict, WeightsReady
 from protocol.rules import AdamWHyper
-from workers.update_queue import QueueError, Tile, UpdateQueue
+from workers.optimize.update_queue import QueueError, Tile, UpdateQueue
 
 
 def hyper(lr: float = 1e-3) -> AdamWHyper:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from protocol.address import Address
-from workers import monitor, run_folder, timeline
-from workers.timeline import CAUSES, Timeline, as_text, divide, of_ranks, read, shares, union
+from workers import run_folder
+from workers.watch import monitor, timeline
+from workers.watch.timeline import CAUSES, Timeline, as_text, divide, of_ranks, read, shares, union
 
 STEP_MS = 100.0
 

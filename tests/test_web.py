@@ -30,9 +30,9 @@ from hytrain.run import trace
 from protocol import messages as m
 from protocol.metrics import METRICS
 from protocol.placement import Places
-from workers import monitor, web
-from workers.troubles import Snapshot, Usage
-from workers.web import Feed, application, exposition
+from workers.watch import monitor, web
+from workers.watch.troubles import Snapshot, Usage
+from workers.watch.web import Feed, application, exposition
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKEN = "a token"

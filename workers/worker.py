@@ -1,4 +1,4 @@
-"""A worker's side of its start: arguments, logging, signals, READY. The launcher's side is `workers.process`.
+"""A worker's side of its start: arguments, logging, signals, READY. The launcher's side is `workers.launch.process`.
 
 A worker gets two pipes: `ready`, through which it says READY once it was constructed successfully, and `life`, which
 closes when the launcher is gone.
@@ -16,9 +16,9 @@ from pathlib import Path
 from workers.exits import ENDINGS, FOR_PROGRAMS
 
 
-def worker_parser(role: str, doc: str) -> argparse.ArgumentParser:
+def worker_parser(doc: str) -> argparse.ArgumentParser:
     """A parser with the arguments of every worker."""
-    parser = argparse.ArgumentParser(prog=f"python -m workers.{role}", description=doc.splitlines()[0])
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--socket-dir", required=True)
     parser.add_argument("--ranks", type=int, required=True, help="how many ranks share this machine")
     parser.add_argument("--run-dir", required=True)

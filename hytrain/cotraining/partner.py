@@ -40,7 +40,7 @@ from protocol.messages import Compute, Computed, Failure, LendMemory, Message, R
 
 ADDRESS: Final = Address("cpu_trainer", 0)
 #: The module that the process runs.
-WORKER: Final = "workers.cpu_trainer"
+WORKER: Final = "workers.train.cpu_trainer"
 _TRAINER: Final = Address("trainer", 0)
 #: It imports torch and Transformers, which takes long on a busy machine.
 START_TIMEOUT_S: Final = 120.0

@@ -4,7 +4,7 @@
                   └─── in the loop's steps ────▶ `number` ─▶ loop: all ranks end the same step and save it ─▶ Ended
 
 Only the first signal counts. A batch system sends one to each process, and the launcher passes it on; the launcher
-alone can tell a second one from such copies, and kills this process then. `workers.trainer` makes the `Ending`.
+alone can tell a second one from such copies, and kills this process then. `workers.train.trainer` makes the `Ending`.
 """
 
 from __future__ import annotations

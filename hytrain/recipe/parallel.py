@@ -4,7 +4,7 @@
     recipe.parallel ─────────▶ Job ── mesh: data_replicate x data_shard x tensor
                                 └──── total, mean, everywhere, decided: collectives, which all ranks call in one order
 
-`workers.trainer` calls `start`; the loop makes the `Job`. One rank is a job without torch.distributed.
+`workers.train.trainer` calls `start`; the loop makes the `Job`. One rank is a job without torch.distributed.
 """
 
 from __future__ import annotations

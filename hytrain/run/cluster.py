@@ -1,7 +1,7 @@
 """Finds the cluster that this process belongs to, or starts a private one.
 
     under bin/hytrain-cluster   HYTRAIN_CLUSTER names the socket folder
-    in a plain script           python -P -m workers.launcher --attach   starts coordinator and optimizers,
+    in a plain script           python -P -m workers.launch.launcher --attach   starts coordinator and optimizers,
                                 and ends with the last trainer of this machine
 
 Of several ranks on a machine, the first one starts the private cluster, and the others take seats in it. All ranks
@@ -57,7 +57,7 @@ class PrivateCluster:
         options = ["--attach", str(self._pid), "--name", program_name(), "--config", config.model_dump_json()]
         options += ["--ranks", str(ranks)]
         self._launcher = Popen(
-            [sys.executable, "-P", "-m", "workers.launcher", *options],
+            [sys.executable, "-P", "-m", "workers.launch.launcher", *options],
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,

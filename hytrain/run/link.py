@@ -317,7 +317,7 @@ class Link:
             if known is not None and log.renames is None and (known.step, known.ahead) == (log.step, log.ahead):
                 if self._log_bytes + nbytes <= LOG_BYTES:
                     for name, number in log.numbers.items():
-                        if log.ahead or name not in known.numbers:  # as `workers.records` takes them one by one
+                        if log.ahead or name not in known.numbers:  # as `coordinate.records` takes them
                             known.numbers[name] = number
                     self._log_bytes += nbytes
                     return

@@ -33,7 +33,7 @@ from protocol.handshake import HandshakeError, RunHandshake, WorkerHandshake
 from protocol.placement import Places
 from protocol.senders import is_named_after, may_send
 from tests.fuzz.frames import EDGES, Maker
-from workers.coordinator_state import CoordinatorState
+from workers.coordinate.coordinator_state import CoordinatorState
 from workers.effects import Answer, Command, Note, Publish, Send
 
 TOKEN: Final = "0123456789abcdef"

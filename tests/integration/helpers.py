@@ -29,7 +29,7 @@ from hytrain.kernels.split import split
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
 from hytrain.optim import Optimizer
 from hytrain.step.health import Health
-from workers.records import LOG_PATIENCE_STEPS
+from workers.coordinate.records import LOG_PATIENCE_STEPS
 
 LR = 1e-2
 #: How long to wait for what must happen, if only that a run starts: on a busy machine, too, only a hang is late.

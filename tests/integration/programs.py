@@ -86,7 +86,7 @@ def role_of(process: psutil.Process) -> str:
     words = process.cmdline() or [""]  # of a zombie
     for word in words:
         if word.startswith("workers."):
-            return word.removeprefix("workers.")
+            return word.rpartition(".")[2]
     return "launcher" if str(CLUSTER) in words else Path(words[-1] if len(words) == 1 else words[1]).stem
 
 

@@ -23,7 +23,7 @@ from small_models import perceptron, square_loss
 
 from hytrain.errors import ClusterTimeout
 from hytrain.monitoring import Client
-from workers.observer import Observer
+from workers.watch.observer import Observer
 
 MONITOR = ROOT / "bin" / "hytrain-monitor"
 

@@ -35,8 +35,9 @@ from hytrain.recipe.saved import latest
 from hytrain.run.seats import SHORT
 from hytrain.state.folders import INDEX
 from protocol.metrics import BY_NAME
-from workers import cluster as cluster_module
-from workers import launcher, run_folder
+from workers import run_folder
+from workers.launch import cluster as cluster_module
+from workers.launch import launcher
 from workers.run_folder import claim
 
 pytestmark = pytest.mark.usefixtures("own_run")
@@ -114,7 +115,7 @@ def test_a_plain_script(by_torch: str, tmp_path: Path) -> None:
     with started(*command, how=subprocess.Popen, cwd=tmp_path, env=home) as script:
         read_until(script, "paused")
         children = psutil.Process(script.pid).children()
-        [launcher] = [child for child in children if "workers.launcher" in child.cmdline()]
+        [launcher] = [child for child in children if "workers.launch.launcher" in child.cmdline()]
         assert roles_below(launcher).keys() == {"coordinator", "optimizer"}
         assert len(children) == 3, "the launcher and two workers of the DataLoader, none that ran the script again"
         [live] = run_folder.find(tmp_path / "hytrain" / "runs")

@@ -30,8 +30,8 @@ from hytrain.run import link
 from hytrain.run.link import Link
 from protocol.channel import Inbox, Incoming
 from protocol.messages import Goodbye, Hello, Introduce, Pong, Welcome
-from workers.cluster import COORDINATORS
-from workers.heartbeats import BEAT_S, SILENT_S
+from workers.coordinate.heartbeats import BEAT_S, SILENT_S
+from workers.launch.cluster import COORDINATORS
 
 pytestmark = pytest.mark.usefixtures("own_run")
 MONITOR = ROOT / "bin" / "hytrain-monitor"

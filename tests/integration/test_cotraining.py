@@ -287,7 +287,7 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path, run_dir: Path) ->
         metrics = run_dir / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and metrics.read_text())
         trainer = roles_below(psutil.Process(launcher.pid))["trainer"]
-        [helper] = [child for child in trainer.children() if "workers.cpu_trainer" in child.cmdline()]
+        [helper] = [child for child in trainer.children() if "workers.train.cpu_trainer" in child.cmdline()]
         trainer.kill()
         launcher.wait(DEADLINE_S)
         helper.wait(DEADLINE_S)

@@ -29,7 +29,7 @@ from hytrain.run import link
 from hytrain.run.cluster import OBITUARY_S, STOP_TIMEOUT_S, PrivateCluster, has_ended
 from hytrain.step.backward import Departure
 from protocol.messages import GradReady, TakeOver
-from workers.cluster import RECORDS_GRACE_S, STOP_GRACE_S
+from workers.launch.cluster import RECORDS_GRACE_S, STOP_GRACE_S
 
 pytestmark = pytest.mark.usefixtures("own_run")
 ENDLESS = SCRIPTS / "endless.py"
@@ -45,7 +45,7 @@ def training(*command: str | Path) -> Iterator[tuple[subprocess.Popen[str], dict
             family = {"launcher": root, **roles_below(root)}
             family["trainer"] = family.pop("endless")
         else:
-            [launcher] = [child for child in root.children() if "workers.launcher" in child.cmdline()]
+            [launcher] = [child for child in root.children() if "workers.launch.launcher" in child.cmdline()]
             family = {"trainer": root, "launcher": launcher, **roles_below(launcher)}
         assert family.keys() == {"launcher", "coordinator", "optimizer", "trainer"}
         yield first, family

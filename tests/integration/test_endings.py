@@ -38,12 +38,12 @@ from hytrain.errors import ConfigError, HyTrainError
 from hytrain.memory import host
 from hytrain.monitoring import Client
 from hytrain.recipe.saved import latest
-from workers import process, signals, time_limit
-from workers.attempts import Attempts
-from workers.cluster import STOP_GRACE_S
-from workers.process import Child
-from workers.signals import COPY_S, Signals
-from workers.supervisor import End, Supervisor
+from workers.launch import process, signals, time_limit
+from workers.launch.attempts import Attempts
+from workers.launch.cluster import STOP_GRACE_S
+from workers.launch.process import Child
+from workers.launch.signals import COPY_S, Signals
+from workers.launch.supervisor import End, Supervisor
 
 pytestmark = pytest.mark.usefixtures("own_run")
 RANKS = ("--nproc-per-node", "2")
@@ -228,7 +228,7 @@ OUT_OF_TIME = """
 import sys, time
 from pathlib import Path
 from hytrain.config import ClusterConfig
-from workers.supervisor import Supervisor
+from workers.launch.supervisor import Supervisor
 
 with Supervisor(ClusterConfig(run_dir=sys.argv[1]), default_name="run") as run:
     trains_nothing = [sys.executable, "-c", "import signal; signal.pause()"]

@@ -47,7 +47,7 @@ import hytrain
 from hytrain.errors import HyTrainError, StaleReadError
 from hytrain.step import activations
 from hytrain.step.activations import Activations
-from workers.records import LOG_PATIENCE_STEPS
+from workers.coordinate.records import LOG_PATIENCE_STEPS
 
 # ---------------------------------------------------------------- models
 

@@ -21,8 +21,8 @@ import hytrain
 from hytrain.config import ClusterConfig
 from hytrain.errors import WorkerDied
 from hytrain.monitoring import Client
-from workers.process import start_program
-from workers.supervisor import Supervisor
+from workers.launch.process import start_program
+from workers.launch.supervisor import Supervisor
 
 pytestmark = pytest.mark.usefixtures("own_run")
 MONITOR = ROOT / "bin" / "hytrain-monitor"
@@ -69,7 +69,7 @@ def test_an_optimizer_that_hangs_ends_the_run_once(monkeypatch: pytest.MonkeyPat
         said = (logs / "coordinator-0.log").read_text()
         assert "trainer-0 waits for the update of layer" in said
         assert f"optimizer-0 (process {optimizer.pid}) has not answered for 5 s: it is ended" in said
-        assert "workers/optimizer.py" in (logs / "optimizer-0.log").read_text(), "where it was"
+        assert "workers/optimize/optimizer.py" in (logs / "optimizer-0.log").read_text(), "where it was"
         with pytest.raises(WorkerDied):
             opt.synchronize()
 
@@ -92,7 +92,9 @@ def test_a_stopped_coordinator_is_told_to_the_trainer_and_by_the_monitor(tmp_pat
         started(sys.executable, SCRIPTS / "endless.py", stdout=output, stderr=subprocess.PIPE) as first,
     ):
         read_until_log(tmp_path / "steps", "step 5")
-        [launcher] = [each for each in psutil.Process(first.pid).children() if "workers.launcher" in each.cmdline()]
+        [launcher] = [
+            each for each in psutil.Process(first.pid).children() if "workers.launch.launcher" in each.cmdline()
+        ]
         coordinator = roles_below(launcher)["coordinator"]
         with started(sys.executable, MONITOR, "--follow") as monitor:
             read_until(monitor, "step")

@@ -29,7 +29,7 @@ from hytrain.model.trained import TrainedLayer
 from hytrain.recipe.fused import fuse
 from hytrain.step import backward, offload
 from hytrain.step.backward import Backward
-from workers import monitor
+from workers.watch import monitor
 
 STEPS = 50
 

@@ -28,7 +28,7 @@ from hytrain.trackers import Trackers
 from protocol.channel import Outbox
 from protocol.messages import Pong
 from protocol.metrics import BY_NAME
-from workers.monitor import EXIT_INTERRUPTED
+from workers.watch.monitor import EXIT_INTERRUPTED
 
 MONITOR = Path(__file__).resolve().parents[2] / "bin" / "hytrain-monitor"
 

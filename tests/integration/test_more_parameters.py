@@ -24,7 +24,7 @@ from torch import nn
 
 import hytrain
 from hytrain.errors import CapacityError, ConfigError, UnsupportedError, UsageError
-from workers import monitor
+from workers.watch import monitor
 
 
 def half_frozen(dtype: torch.dtype = torch.float32) -> nn.Sequential:

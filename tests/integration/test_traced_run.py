@@ -19,7 +19,7 @@ from hytrain.run import trace
 from hytrain.step.measure import MIN_STALL_S
 from protocol.address import Address
 from protocol.placement import CPU, GPU, VISIT
-from workers import monitor
+from workers.watch import monitor
 
 STEPS = 40
 #: On a CPU these follow each other for every layer that the optimizer process owns, in every step.

@@ -247,7 +247,7 @@ class Run:
         def look() -> bool:
             for each in self.processes():
                 words, environment = each.cmdline(), each.environ()
-                if "workers.trainer" in words and "workers.agent" not in words and "workers.rank" not in words:
+                if "workers.train.trainer" in words and not {"workers.launch.agent", "workers.launch.rank"} & {*words}:
                     if self.ranks == 1 or environment.get("LOCAL_RANK") == str(rank):
                         found.append(each)
             return bool(found)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from workers import cluster, launcher, signals, supervisor
+from workers.launch import cluster, launcher, signals, supervisor
 
 later = Path(sys.argv[1])
 clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0 * later.exists(), strftime=time.strftime)

@@ -27,6 +27,8 @@ from hytrain.errors import ClusterTimeout, WorkerDied
 from protocol.address import Address
 from workers.exits import ENDINGS, FOR_PROGRAMS, exit_status, how_it_ended
 
+#: What runs as a worker of each role.
+MODULES: Final = {"coordinator": "workers.coordinate.coordinator", "optimizer": "workers.optimize.optimizer"}
 LOG_TAIL_LINES: Final = 20
 #: How often the launcher has started a program again. As TORCHELASTIC_RESTART_COUNT, torchrun would begin anew with it.
 RESTARTS: Final = "HYTRAIN_RESTART_COUNT"
@@ -57,10 +59,10 @@ class Child:
 
 
 def start_worker(address: Address, arguments: Sequence[str], *, log_dir: Path, environment: dict[str, str]) -> Child:
-    """Start `python -P -m workers.<role>` with its two pipes. Its output goes to its log."""
+    """Start a worker with its two pipes. Its output goes to its log."""
     ready_read, ready_write = os.pipe()
     life_read, life_write = os.pipe()
-    command = [sys.executable, "-P", "-m", f"workers.{address.role}", *arguments]
+    command = [sys.executable, "-P", "-m", MODULES[address.role], *arguments]
     command += ["--ready-fd", str(ready_write), "--life-fd", str(life_read)]
     log = log_dir / f"{address}.log"
     with log.open("ab") as output:

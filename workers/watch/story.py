@@ -22,8 +22,9 @@ from typing import Any, Final
 from hytrain.errors import ConfigError
 from protocol.handles import Precision
 from protocol.metrics import BY_NAME, parsed
-from workers import run_folder, timeline
-from workers.timeline import Timeline
+from workers import run_folder
+from workers.watch import timeline
+from workers.watch.timeline import Timeline
 
 POINTS: Final = 500
 #: The last so many steps are those of "at the end".

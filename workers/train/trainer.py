@@ -1,4 +1,4 @@
-"""The trainer process of a recipe: `python -m workers.trainer RECIPE.yaml --run-dir DIR`.
+"""The trainer process of a recipe: `python -m workers.train.trainer RECIPE.yaml --run-dir DIR`.
 
 The launcher starts it, or a user's own program in its place. It builds what the recipe says, trains, and prints a
 summary. For bad input it prints one sentence and exits with status 2, and if training diverges with status 3. A signal
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Train, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m workers.trainer", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m workers.train.trainer", description=__doc__.splitlines()[0])
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--terminal", action="store_true", help="show a progress bar")

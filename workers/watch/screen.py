@@ -33,10 +33,11 @@ from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.readable import seconds
 from hytrain.run import trace
 from protocol import messages as m
-from workers import monitor_view as view
-from workers import run_folder, timeline
-from workers.gantt_text import Drawing
-from workers.troubles import Snapshot
+from workers import run_folder
+from workers.watch import monitor_view as view
+from workers.watch import timeline
+from workers.watch.gantt_text import Drawing
+from workers.watch.troubles import Snapshot
 
 #: So many steps are in a curve.
 KEPT: Final = 240

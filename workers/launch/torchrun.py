@@ -1,6 +1,6 @@
 """torchrun's options that `hytrain-cluster` takes and passes on, and what follows from them for this node.
 
---nproc-per-node 4 … ─▶ job ─▶ an optimizer for each rank; the trainer is `workers.agent`, torchrun's agent
+--nproc-per-node 4 … ─▶ job ─▶ an optimizer for each rank; the trainer is `workers.launch.agent`, torchrun's agent
 """
 
 from __future__ import annotations

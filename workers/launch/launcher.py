@@ -6,7 +6,7 @@ hytrain-cluster -m package.module [argument …]  the same, for a module
 hytrain-cluster --nproc-per-node N …            any of these on several ranks, through torchrun
 hytrain-cluster init [FILE]                     writes a recipe with every key
 hytrain-cluster doctor                          says what this machine can train, and how fast
-(python -m workers.launcher --attach PID)       starts coordinator and optimizers for running processes
+(python -m workers.launch.launcher --attach PID)       starts coordinator and optimizers for running processes
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from hytrain import __version__
 from hytrain.config import ClusterConfig
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.extras import needed
-from workers import run_folder, time_limit, torchrun
-from workers.cluster import environment
+from workers import run_folder
 from workers.exits import EXIT_USAGE
-from workers.output import drain, say
-from workers.supervisor import Supervisor
-from workers.torchrun import Job
+from workers.launch import time_limit, torchrun
+from workers.launch.cluster import environment
+from workers.launch.output import drain, say
+from workers.launch.supervisor import Supervisor
+from workers.launch.torchrun import Job
 
 if TYPE_CHECKING:
     from hytrain.recipe.config import Recipe
@@ -113,7 +114,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.program == INIT:
         return _init(arguments.arguments)
     if arguments.program == DOCTOR:
-        command = [sys.executable, "-P", "-m", "workers.doctor", *arguments.arguments]
+        command = [sys.executable, "-P", "-m", "workers.watch.doctor", *arguments.arguments]
         os.execve(sys.executable, command, environment())
     program = Path(arguments.program)
     if program.suffix in (".yaml", ".yml"):
@@ -227,7 +228,7 @@ def _supervise_recipe(
 
     with Supervisor(config, default_name=recipe.run.name, ranks=job.ranks if job else 1) as supervisor:
         resolved.write_text(recipes.dump(recipe))
-        command = [sys.executable, "-P", "-m", "workers.trainer", str(resolved), "--run-dir", str(folder)]
+        command = [sys.executable, "-P", "-m", "workers.train.trainer", str(resolved), "--run-dir", str(folder)]
         if sys.stderr.isatty():
             command.append("--terminal")
         return supervisor.supervise(command, job, end_s=end_s, restarts=restarts, recipe_in=folder)

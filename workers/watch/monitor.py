@@ -38,12 +38,13 @@ from typing import Final
 from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.monitoring import ANSWER_S, LOOK_S, Client, find, live_runs
 from protocol import messages as m
-from workers import monitor_view as view
-from workers import report, run_folder, timeline, web
-from workers.alerts import Alerts
+from workers import run_folder
 from workers.exits import EXIT_USAGE
-from workers.observer import FIRST_S, Observer
-from workers.troubles import Snapshot
+from workers.watch import monitor_view as view
+from workers.watch import report, timeline, web
+from workers.watch.alerts import Alerts
+from workers.watch.observer import FIRST_S, Observer
+from workers.watch.troubles import Snapshot
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
@@ -284,7 +285,7 @@ def _follow(
 def _watch(client: Client) -> int:
     """Show the live view on the terminal, until the user leaves it. Returns the exit status."""
     try:
-        from workers.screen import Screen
+        from workers.watch.screen import Screen
     except ImportError:
         raise ConfigError(
             "the live view needs textual: python -m pip install 'hytrain[monitor]'; --follow works without it"

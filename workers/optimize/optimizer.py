@@ -33,10 +33,10 @@ from protocol.channel import Inbox, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handshake import WorkerHandshake
 from protocol.placement import Placement
 from workers import affinity
-from workers.arenas import Arenas, accept
-from workers.update_queue import Tile, UpdateQueue
-from workers.update_rate import seconds_per_parameter
-from workers.work_log import Progress
+from workers.optimize.arenas import Arenas, accept
+from workers.optimize.update_queue import Tile, UpdateQueue
+from workers.optimize.update_rate import seconds_per_parameter
+from workers.optimize.work_log import Progress
 from workers.worker import begin_worker, read_token, say_ready, worker_parser
 
 ACCEPT_TIMEOUT_S: Final = 30.0
@@ -47,7 +47,7 @@ _log = logging.getLogger("optimizer")
 
 def main() -> int:
     """Run until the launcher or the trainer is gone; return the process's exit status."""
-    parser = worker_parser("optimizer", __doc__)
+    parser = worker_parser(__doc__)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--cores", required=True)
     parser.add_argument("--threads", type=int)

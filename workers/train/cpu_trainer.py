@@ -41,7 +41,7 @@ def main() -> int:
     with socket.socket(fileno=settings["socket"]) as trainer:
         try:
             with importing():
-                from workers.cpu_parts import CpuParts
+                from workers.train.cpu_parts import CpuParts
 
                 parts = CpuParts(settings, trainer, ADDRESS)  # which imports what the model is made of
             parts.serve()

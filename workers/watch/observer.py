@@ -19,7 +19,7 @@ import psutil
 from hytrain.config import Cluster
 from protocol import messages as m
 from protocol.address import Address
-from workers.troubles import Snapshot, Stranger, Usage, find
+from workers.watch.troubles import Snapshot, Stranger, Usage, find
 
 #: How often the run's processes and the cores are looked at, at most.
 LOOK_S: Final = 0.5

@@ -16,7 +16,7 @@ from hytrain.memory.arena import HostArena
 from protocol.handles import layout, typical_segment
 from protocol.messages import Layer
 from protocol.rules import TILE_NUMEL
-from workers.arenas import segments_of
+from workers.optimize.arenas import segments_of
 
 PASSES: Final = 3
 #: Training waits for this measurement, so it takes about this long at most. A slow backend makes fewer passes.

@@ -127,7 +127,7 @@ def _main(argv: Sequence[str]) -> int:
 def examine(asked: argparse.Namespace) -> Machine:
     """Measure this machine. Raises `ConfigError` for impossible cores, `ClusterError` if the CPU cannot be measured."""
     affinity.choose(asked.cores, asked.threads)  # raises before anything is measured
-    command = [sys.executable, "-P", "-m", "workers.doctor", "--cpu", "--cores", asked.cores]
+    command = [sys.executable, "-P", "-m", "workers.watch.doctor", "--cpu", "--cores", asked.cores]
     command += [] if asked.threads is None else ["--threads", str(asked.threads)]
     ran = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     if ran.returncode:
@@ -176,7 +176,7 @@ def _measure_cpu(cores: str, threads: int | None) -> dict[str, Any]:
     pinning = affinity.choose(cores, threads)
     affinity.pin(pinning)
     from hytrain.kernels.choice import load
-    from workers.update_rate import seconds_per_parameter
+    from workers.optimize.update_rate import seconds_per_parameter
 
     backend, reason = load("auto", pinning.threads)
     rates = {name: 1 / seconds_per_parameter(backend, [_layer(one)]) for name, one in PRECISIONS.items()}
@@ -277,7 +277,7 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
 
 def _forecasts(machine: Machine, batch: int, sequence: int) -> list[str]:
     """A table of models and how fast each would train, and the largest that fits."""
-    from workers import forecast
+    from workers.watch import forecast
 
     if machine.gpu is None:
         return ["Without a GPU, HyTrain trains on the CPU, and nothing is forecast."]

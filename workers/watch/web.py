@@ -31,9 +31,9 @@ from hytrain.readable import gib
 from hytrain.run import trace
 from protocol import messages as m
 from protocol.metrics import METRICS
-from workers import monitor_view as view
-from workers import report, story, timeline
-from workers.troubles import Snapshot
+from workers.watch import monitor_view as view
+from workers.watch import report, story, timeline
+from workers.watch.troubles import Snapshot
 
 if TYPE_CHECKING:
     import uvicorn

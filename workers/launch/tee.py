@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
-from workers.output import Output, output, say
+from workers.launch.output import Output, output, say
 
 #: A line that is longer is shown in parts.
 LONGEST_LINE: Final = 1 << 20

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from workers.troubles import Snapshot
+from workers.watch.troubles import Snapshot
 
 #: Waits of the last so many steps are looked at together: a single slow step is no alert.
 STEPS: Final = 16

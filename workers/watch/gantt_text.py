@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hytrain.readable import seconds
-from workers import timeline
-from workers.gantt import KINDS, ROWS, Lanes, lanes
-from workers.monitor_view import BARS
-from workers.timeline import Share, Span, Timeline, union
+from workers.watch import timeline
+from workers.watch.gantt import KINDS, ROWS, Lanes, lanes
+from workers.watch.monitor_view import BARS
+from workers.watch.timeline import Share, Span, Timeline, union
 
 #: The characters of a trainer's kinds, and the styles of all.
 MARKS: Final = {

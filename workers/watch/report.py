@@ -25,9 +25,10 @@ from typing import Any, Final
 from hytrain.errors import ConfigError
 from hytrain.readable import GIB, seconds
 from protocol.metrics import BY_NAME
-from workers import gantt, run_folder, timeline
-from workers.story import LAST_STEPS, Story, read
-from workers.timeline import Timeline
+from workers import run_folder
+from workers.watch import gantt, timeline
+from workers.watch.story import LAST_STEPS, Story, read
+from workers.watch.timeline import Timeline
 
 PAGES: Final = Path(__file__).with_name("pages")
 SCRIPTS: Final = ("uplot/uPlot.iife.min.js", "charts.js")

@@ -1,7 +1,7 @@
-"""Becomes the program of one rank: `python -P -m workers.rank PARENT SOCKET_DIR COMMAND…`, started by torchrun's agent.
+"""Becomes the program of one rank: `python -P -m workers.launch.rank PARENT SOCKET_DIR COMMAND…`.
 
-The program ends when the agent (process PARENT) does, however that ends. Its output goes to the launcher, which
-opened a pipe for each rank, so that the output of several ranks is not mixed.
+Torchrun's agent starts it. The program ends when the agent (process PARENT) does, however that ends. Its output goes to
+the launcher, which opened a pipe for each rank, so that the output of several ranks is not mixed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import os
 import signal
 import sys
 
-from workers.process import RESTARTS, end_with_parent
-from workers.tee import rank_pipes
+from workers.launch.process import RESTARTS, end_with_parent
+from workers.launch.tee import rank_pipes
 
 
 def main() -> None:

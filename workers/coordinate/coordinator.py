@@ -34,13 +34,13 @@ from protocol.address import COORDINATOR, Address
 from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handshake import HandshakeError
 from protocol.quiet import rate_limited
-from workers.coordinator_state import CoordinatorState
+from workers.coordinate.coordinator_state import CoordinatorState
+from workers.coordinate.fleet import Commands
+from workers.coordinate.gauges import Gauges
+from workers.coordinate.heartbeats import BEAT_S
+from workers.coordinate.metrics_file import MetricsFile
+from workers.coordinate.nodes import Nodes
 from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Keep, Note, Publish, Send, Write
-from workers.fleet import Commands
-from workers.gauges import Gauges
-from workers.heartbeats import BEAT_S
-from workers.metrics_file import MetricsFile
-from workers.nodes import Nodes
 from workers.run_folder import metrics_file
 from workers.worker import begin_worker, read_token, say_ready, worker_parser
 
@@ -56,7 +56,7 @@ _log, _dropped = logging.getLogger("coordinator"), rate_limited("coordinator.dro
 
 def main() -> int:
     """Run until the launcher is gone; return the process's exit status."""
-    parser = worker_parser("coordinator", __doc__)
+    parser = worker_parser(__doc__)
     parser.add_argument("--run-name", required=True)
     parser.add_argument("--replan-every", type=int, required=True)
     parser.add_argument("--hang-timeout-s", type=float, required=True)

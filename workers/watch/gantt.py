@@ -15,7 +15,7 @@ from html import escape
 from typing import Final
 
 from hytrain.readable import seconds
-from workers.timeline import Shares, Span, Timeline, shares
+from workers.watch.timeline import Shares, Span, Timeline, shares
 
 #: Of each rank from top to bottom: a row's name and its kinds, those that few steps have last.
 ROWS: Final = (

@@ -1,6 +1,6 @@
-"""torchrun's agent for the ranks of this machine: `python -P -m workers.agent FLAG… -- COMMAND…`.
+"""torchrun's agent for the ranks of this machine: `python -P -m workers.launch.agent FLAG… -- COMMAND…`.
 
-    launcher ─▶ agent ─▶ workers.rank ─▶ COMMAND, as rank 0 │ 1 │ …
+    launcher ─▶ agent ─▶ workers.launch.rank ─▶ COMMAND, as rank 0 │ 1 │ …
     a rank fails ─▶ torchrun ends the others ─▶ which ranks failed and how, and the exit status of the first
     a signal ─▶ torchrun passes it on ─▶ the ranks end in their own time, unless the launcher loses patience
 
@@ -62,7 +62,7 @@ def main() -> int:
     parser = run.get_args_parser()
     parser.set_defaults(signals_to_handle="SIGQUIT")  # torchrun would take a copy of the first signal for a second one
     parser.set_defaults(shutdown_timeout=SHUTDOWN_S, log_dir=os.path.join(folder, "torchrun"), no_python=True)
-    rank = [sys.executable, "-P", "-m", "workers.rank", str(os.getpid()), folder, *command]
+    rank = [sys.executable, "-P", "-m", "workers.launch.rank", str(os.getpid()), folder, *command]
     options = parser.parse_args([*flags, *rank])
     if options.max_restarts:
         # Ranks that start again would find the addresses of dead ones in the store that torchrun keeps (torch 2.13).

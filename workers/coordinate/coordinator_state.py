@@ -3,7 +3,7 @@
     Hello, Ready, Goodbye ─▶ handshake: who has joined      LayerTable … ─▶ fleet: one planning per trainer
     TrainerReport + Log of one step ─▶ one record: a line of metrics.jsonl, and the status that monitors get
 
-`workers.coordinator` calls it, and owns the sockets, the files and the clock.
+`workers.coordinate.coordinator` calls it, and owns the sockets, the files and the clock.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.handshake import RunHandshake
 from protocol.placement import Places
+from workers.coordinate.fleet import Commands, Fleet, TrainerSeat
+from workers.coordinate.heartbeats import Heartbeats
+from workers.coordinate.records import shown
+from workers.coordinate.tracing import Tracing
 from workers.effects import Abort, Answer, Command, Note, Publish, Send, Write
-from workers.fleet import Commands, Fleet, TrainerSeat
-from workers.heartbeats import Heartbeats
-from workers.records import shown
-from workers.tracing import Tracing
 
 SAVES_ITSELF: Final = (
     "this program has its own loop, which HyTrain cannot make save: recipes save on command, and so does a loop that "
@@ -80,7 +80,7 @@ class CoordinatorState:
             case m.Goodbye():
                 return self._on_goodbye(sender)
             case m.KeyRequest() | m.Collect() | m.ReportTo():
-                return []  # `workers.nodes` has answered
+                return []  # `workers.coordinate.nodes` has answered
             case m.Traced():
                 return self._tracing.has_drawn(sender)
             case m.Failure():

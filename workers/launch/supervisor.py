@@ -25,15 +25,16 @@ from hytrain.errors import ConfigError
 from hytrain.memory import host
 from hytrain.recipe import saved
 from hytrain.run.seats import holder, seat_file
-from workers import process, run_folder
-from workers.attempts import DELIBERATE, Attempts
-from workers.cluster import STOP_GRACE_S, RunningCluster, environment
+from workers import run_folder
 from workers.exits import EXIT_AGAIN, EXIT_DIVERGED, EXIT_USAGE
-from workers.output import say
-from workers.process import RESTARTS, Child
-from workers.signals import Signals
-from workers.tee import Tee
-from workers.torchrun import Job
+from workers.launch import process
+from workers.launch.attempts import DELIBERATE, Attempts
+from workers.launch.cluster import STOP_GRACE_S, RunningCluster, environment
+from workers.launch.output import say
+from workers.launch.process import RESTARTS, Child
+from workers.launch.signals import Signals
+from workers.launch.tee import Tee
+from workers.launch.torchrun import Job
 
 #: The trainer's place under torchrun.
 AGENT: Final = "torchrun"
@@ -169,7 +170,7 @@ class Supervisor:
         name = "trainer-0" if job is None else AGENT
         try:
             if job is not None:
-                command = [sys.executable, "-P", "-m", "workers.agent", *job.flags, "--", *command]
+                command = [sys.executable, "-P", "-m", "workers.launch.agent", *job.flags, "--", *command]
                 for rank in range(self._ranks):
                     output.add_fifos(sockets, rank, logs / f"trainer-{rank}.log")
             log = logs / f"{name}.log"

@@ -21,7 +21,7 @@ from hytrain.readable import GIB, age, format_cores, format_threads, gib, second
 from protocol import messages as m
 from protocol.handles import Precision
 from protocol.placement import PLACEMENTS
-from workers.troubles import Snapshot, Usage, silence
+from workers.watch.troubles import Snapshot, Usage, silence
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -25,9 +25,10 @@ from hytrain.errors import ConfigError
 from hytrain.run import trace
 from hytrain.run.seats import FOLDER_PREFIX, temporary
 from protocol.address import COORDINATOR, Address
-from workers import affinity, process, run_folder
-from workers.output import say
-from workers.process import Child
+from workers import affinity, run_folder
+from workers.launch import process
+from workers.launch.output import say
+from workers.launch.process import Child
 
 #: Workers end within this time, and programs after a second signal, or they are killed.
 STOP_GRACE_S: Final = 3.0
@@ -37,7 +38,7 @@ RECORDS_GRACE_S: Final = 15.0
 COORDINATORS: Final = 3
 #: How often the files of the socket folder are touched. Systems remove files that are older than some days.
 TOUCH_EVERY_S: Final = 3600.0
-HOME: Final = str(Path(__file__).resolve().parents[1])
+HOME: Final = str(Path(__file__).resolve().parents[2])
 
 
 class RunningCluster:

@@ -1,0 +1,1 @@
+"""The coordinator process: who takes part, plans, records, status."""

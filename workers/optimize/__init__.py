@@ -1,0 +1,1 @@
+"""The optimizer process: updates on the CPU, in host memory."""
