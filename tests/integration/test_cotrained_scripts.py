@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import re
@@ -356,7 +357,7 @@ def test_what_no_cpu_trainer_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
             opt.cotrain(perceptron, LOSS, parts=PARTS)
         for stage, has in ((None, "shards of them"), (1, "those of one stage")):
             monkeypatch.setattr(opt._session, "ranks", SimpleNamespace(world=2))
-            monkeypatch.setattr(opt._session, "_stage", stage)
+            monkeypatch.setattr(opt._session, "_site", dataclasses.replace(opt._session._site, stage=stage))
             with pytest.raises(
                 UnsupportedError, match=f"sharded model: a CPU trainer needs all weights, and a rank has {has}"
             ):
