@@ -157,7 +157,7 @@ class Build:
             visit=1.0 if options.visit is None else max(options.visit, must_visit),
         )
         # A second bank would be of no use to layers that the CPU cannot update.
-        if not options.may_speculate or not (options.speculate or not must_visit):
+        if not (options.may_speculate and (options.speculate or not must_visit)):
             return
         double = [layout(layer.spec, banks=2) for layer in layers]
         if second_bank_fits(double, options.k, limit, ranks):

@@ -20,7 +20,6 @@ from torch.optim.optimizer import ParamsT
 from hytrain import session
 from hytrain.algorithms import Algorithm
 from hytrain.checks import Groups, check_free, check_masters, check_model, check_same, groups_for_torch
-from hytrain.config import ClusterConfig
 from hytrain.cotraining.shares import CoTraining
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.model import fsdp
@@ -85,7 +84,7 @@ class Optimizer(SavedOptimizer):
             super().__init__(self._groups_from(param_groups), defaults)
             for group in self.param_groups:
                 self.algorithm.check(group)
-            config = ClusterConfig.resolve(flags=self._options.of_processes)
+            config = self._options.cluster_config()
             self._groups = Groups(self, self.algorithm)
             self._note_groups()
             _replace(self._model, self.param_groups)

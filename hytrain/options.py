@@ -17,6 +17,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from hytrain.algorithms import ADAMW, Algorithm, is_number
+from hytrain.config import ClusterConfig
 from hytrain.errors import ConfigError
 from hytrain.kernels.choice import BACKENDS
 from protocol.handles import Precision
@@ -247,7 +248,7 @@ class Options:
     overlap: bool = _option(True, "`False` does all updates in `step()`, layer by layer: the same bits, slower", _flag)
     cores: str | None = _option(None, "see below; for the processes that this call starts if none are running")
     threads: int | None = _option(None, "see below")
-    run_dir: str | os.PathLike[str] | None = _option(None, "see below")
+    run_dir: str | None = _option(None, "see below", lambda name, given: given if given is None else os.fspath(given))
     host_memory_limit: int | None = _option(None, "see below")
     gpu_memory_limit: int | None = _option(None, "see below")
     trace: bool | None = _option(None, "see below")
@@ -270,12 +271,10 @@ class Options:
                 raise ConfigError(sentence)
         return options if options.k is None else replace(options, policy="fixed")
 
-    @property
-    def of_processes(self) -> dict[str, Any]:
-        """The settings of the processes that are started, as `ClusterConfig` has them."""
-        names = ("cores", "threads", "host_memory_limit", "gpu_memory_limit", "trace")
-        run_dir = None if self.run_dir is None else os.fspath(self.run_dir)
-        return {name: getattr(self, name) for name in names} | {"run_dir": run_dir}
+    def cluster_config(self) -> ClusterConfig:
+        """The settings of the processes that are started. Raises `ConfigError`."""
+        names = TABLE.keys() & ClusterConfig.model_fields.keys()
+        return ClusterConfig.resolve(flags={name: getattr(self, name) for name in names})
 
     @property
     def precision(self) -> Precision:

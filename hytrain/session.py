@@ -5,8 +5,8 @@
                     └─▶ close, called automatically when the AdamW is no longer referenced
 
 One session at a time trains a parameter. Python's exit and the link's threads keep a session and its engine until it
-is closed. So they refer to optimizer, model and parameters weakly, or none of these would ever end. `optim` presents
-the session as a torch optimizer.
+is closed. So they refer to optimizer, model and parameters weakly, or none of these would ever end. `build`
+makes layers and engine; `optimizer` presents the session as a torch optimizer.
 """
 
 from __future__ import annotations
@@ -36,15 +36,12 @@ from hytrain.memory.arena import allow_descriptors
 from hytrain.memory.capacity import gpu_memory, host_bound
 from hytrain.model import fsdp, hooks
 from hytrain.model.parts import Parts
-from hytrain.model.trained import (
-    Gate,
-    TrainedLayer,
-    TrainedParameter,
-)
+from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
 from hytrain.options import Options
 from hytrain.run import environment
 from hytrain.run.cluster import find_or_start
-from hytrain.run.link import LOG_BYTES, THREAD_PREFIX, Link, log_bytes
+from hytrain.run.coordinator import LOG_BYTES, log_bytes
+from hytrain.run.link import THREAD_PREFIX, Link
 from hytrain.run.nodes import connect_nodes
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
@@ -77,16 +74,10 @@ class Session:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        config: ClusterConfig,
-        *,
-        ranks: Ranks,
-        groups: Groups,
+        self, model: nn.Module, options: Options, config: ClusterConfig, *, ranks: Ranks, groups: Groups
     ) -> None:
         self._pid = os.getpid()
-        self.ranks, self._options, self._groups = ranks, options, groups
+        self.ranks = ranks
         stage = None if options.pipeline_group is None else torch.distributed.get_rank(options.pipeline_group)
         came_from = check_model(model)
         device = options.device or came_from
@@ -124,10 +115,6 @@ class Session:
         _sessions.add(self)
 
     @property
-    def _model(self) -> nn.Module:
-        return self._site.model
-
-    @property
     def engine(self) -> Engine:
         assert self._engine is not None, "built in the constructor"
         return self._engine
@@ -153,7 +140,7 @@ class Session:
         """Connect the model to the engine. `undo` gets what undoes that."""
         engine, parameters = self.engine, self.parameters
         detach = hooks.attach(
-            self._model, gates, parameters, engine=engine, reads=engine.reads, backward=engine.backward
+            self._site.model, gates, parameters, engine=engine, reads=engine.reads, backward=engine.backward
         )
 
         def unhook() -> None:
@@ -165,7 +152,7 @@ class Session:
         self._unhook = unhook
         undo.callback(unhook)
         _managed.update((id(known.parameter), known.parameter) for known in parameters)
-        given = [p for group in self._groups.now for p in group["params"]]
+        given = [p for group in self._site.groups.now for p in group["params"]]
         self._others = [TensorWeakRef(p) for p in given if id(p) not in _managed and p.numel()]  # empty: no change
         renew = weakref.WeakMethod(self._renew)
         engine.watch(lambda: (method := renew()) is not None and method())
@@ -196,7 +183,7 @@ class Session:
                 "other parameters are to be trained, which the CPU trainer does not know: close what cotrain() "
                 "returned, and call it again afterwards"
             )
-        check_model(self._model)
+        check_model(self._site.model)
         before.import_written()
         before.restore_weights()
         before.expose_state()
@@ -224,9 +211,9 @@ class Session:
         """The model is entered between two steps: train unfrozen parameters. True if a new engine has taken over."""
         if not any(p.requires_grad and id(p) not in _managed for of in self._others if (p := of()) is not None):
             return False
-        fsdp.reshard(self._model)
-        present = {id(parameter) for parameter in self._model.parameters()}
-        if not all(id(p) in present for group in self._groups.now for p in group["params"]):
+        fsdp.reshard(self._site.model)
+        present = {id(parameter) for parameter in self._site.model.parameters()}
+        if not all(id(p) in present for group in self._site.groups.now for p in group["params"]):
             return False  # `torch.func.functional_call` has replaced parameters
         self.rebuild()
         self.engine.before_root()
@@ -299,7 +286,7 @@ class Session:
             loss,
             parts=parts,
             cpu_parts=cpu_parts,
-            model=self._model,
+            model=self._site.model,
             parameters=self.parameters,
             engine=self.engine,
             transfers=self._transfers,
@@ -331,9 +318,9 @@ class Session:
             raise UnsupportedError(
                 f"cotrain() with a sharded model: a CPU trainer needs all weights, and a rank has {has}"
             )
-        if isinstance(self._model, Parts):
+        if isinstance(self._site.model, Parts):
             raise UnsupportedError("cotrain() with several modules: give the optimizer one module that has them")
-        if self._options.loss_scale is not None:
+        if self._site.options.loss_scale is not None:
             raise UnsupportedError(
                 "cotrain() with loss_scale: the CPU trainer does not know the scale; train in bfloat16, or leave it out"
             )
@@ -342,7 +329,7 @@ class Session:
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
         optimizer = self._cluster.optimizer_pids[self._place.rank]
-        pids = {"trainer": os.getpid(), "optimizer": optimizer, "coordinator": self._link.coordinator_pid}
+        pids = {"trainer": os.getpid(), "optimizer": optimizer, "coordinator": self._link.coordinator.pid}
         if (shares := self._shares) is not None and shares.pid is not None:
             pids[ADDRESS.role] = shares.pid
         return [(role, pid, _cores(pid)) for role, pid in pids.items()]

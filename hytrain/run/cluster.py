@@ -161,15 +161,12 @@ def find_or_start(config: ClusterConfig, ranks: Ranks) -> PrivateCluster | Seat:
 def _together(ranks: Ranks, act: Callable[[], Place | None]) -> Place | None:
     """The place that `act` returns. If it raises on one rank, the others close theirs and raise the same error."""
     place: Place | None = None
-    error: HyTrainError | None = None
     try:
-        place = act()
-    except HyTrainError as raised:
-        error = raised
-    except OSError as raised:
-        error = ClusterError(f"HyTrain's processes cannot be started or joined: {raised}")
-    try:
-        ranks.agree(error)
+        with ranks.together():
+            try:
+                place = act()
+            except OSError as error:
+                raise ClusterError(f"HyTrain's processes cannot be started or joined: {error}") from None
     except HyTrainError:
         if place is not None:
             place.close()

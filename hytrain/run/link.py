@@ -2,7 +2,6 @@
 
     sender     post() ──queue──▶ wait for the copy's event, if one is given ──▶ the listener's on_departure ──▶ outbox
     receiver   inbox, deaths ──▶ the listener's on_message, on_failure
-    logs       of one step ──▶ one message, before the next one to the coordinator or when that pings
 
 Each socket belongs to one thread, which closes it at its end; the last one closes ZeroMQ's context. The garbage
 collector must not: it would wait in whatever thread it runs for sockets that are still open. The sender waits for a
@@ -10,7 +9,7 @@ copy before it sends the message posted with it, so a GradReady never overtakes 
 order in which they are posted.
 
 If the coordinator dies, training goes on. Another one introduces itself, and gets, with `rejoin`, what the first one
-knew: reports and logs are kept until they are recorded. At the end, `leave` waits until all are.
+knew. At the end, `leave` waits until that has recorded everything.
 """
 
 from __future__ import annotations
@@ -24,63 +23,29 @@ import secrets
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
-from hytrain.config import Cluster
-from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainError, WorkerDied
+from hytrain.errors import ClusterError, ClusterTimeout, HyTrainError, WorkerDied
 from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena
 from hytrain.memory.transfer import Transfer
 from hytrain.run.cluster import PrivateCluster, await_end, has_ended
+from hytrain.run.coordinator import LOOK_S, PROCESS, RETRY_S, START_TIMEOUT_S, Coordinator, Unrecorded
 from hytrain.run.ownership import PlanBook
 from hytrain.run.seats import Seat
 from hytrain.state import manifest
+from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handles import ArenaLayout
 from protocol.handshake import WorkerHandshake
-from protocol.messages import (
-    Calibration,
-    Failure,
-    Goodbye,
-    Hello,
-    Introduce,
-    LayerTable,
-    Log,
-    Message,
-    Ping,
-    Plan,
-    PlanesRefused,
-    Pong,
-    PositionsLearned,
-    Ready,
-    Reassign,
-    Rejoin,
-    TrainerReport,
-    Welcome,
-)
-from protocol.placement import Places
 
 #: At the end, copies that are under way end, and the last words are delivered. Only a hang takes longer.
 CLOSE_TIMEOUT_S: Final = 60.0
-#: The coordinator is heard at least once a second. After this long without it, it is called silent.
-SILENCE_S: Final = 4.0
-LOOK_S: Final = 1.0
 THREAD_PREFIX: Final = "hytrain-link-"
 
-_COORDINATOR: Final = "the coordinator process"
-#: So many reports and logs are kept while nobody records them; then the oldest ones go.
-KEPT: Final = 100_000
-#: A message has a step's numbers up to so many bytes. More follow in another one.
-LOG_BYTES: Final = 4 << 20
-#: What a number takes, beside its name.
-NUMBER_BYTES: Final = 16
-RETRY_S: Final = 0.05
-#: Another coordinator is there after a second, on a busy machine later.
-START_TIMEOUT_S: Final = 60.0
 #: At the end, what was said last is delivered within this time to those who live. A busy machine may need more than an
 #: instant; who has been stopped may go on.
 LINGER_S: Final = 10.0
@@ -88,7 +53,7 @@ LINGER_S: Final = 10.0
 FAILED_END_S: Final = 60.0
 
 _log = logging.getLogger(__name__)
-M = TypeVar("M", Welcome, Plan, Reassign)
+M = TypeVar("M", m.Welcome, m.Plan, m.Reassign)
 
 
 class Draft:
@@ -100,7 +65,7 @@ class Draft:
 class _Asked(Exception):
     """Another coordinator has taken the place of the one that was to answer."""
 
-    def __init__(self, asked: Introduce) -> None:
+    def __init__(self, asked: m.Introduce) -> None:
         super().__init__("the coordinator died and was replaced")
         self.by = asked
 
@@ -108,10 +73,10 @@ class _Asked(Exception):
 class Listener(Protocol):
     """Receives the link's events, on the link's threads."""
 
-    def on_departure(self, draft: Draft) -> Message:
+    def on_departure(self, draft: Draft) -> m.Message:
         """The draft's copy has finished: return the message to send."""
 
-    def on_message(self, message: Message) -> None: ...
+    def on_message(self, message: m.Message) -> None: ...
 
     def on_failure(self, error: HyTrainError) -> None: ...
 
@@ -129,7 +94,7 @@ class Listener(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Job:
     to: str
-    what: Message | Draft
+    what: m.Message | Draft
     after: Transfer | None
 
 
@@ -160,17 +125,12 @@ class Link:
         self._inbox.admit(str(COORDINATOR), str(Address("optimizer", rank)))
         self._threads: dict[str, threading.Thread] = {}
         self._closed = False
-        self.coordinator_pid = cluster.coordinator_pid
-        self._has_coordinator = self._is_known = False  # and it knows us
-        self._hello: Hello | None = None
-        self._ready: Ready | None = None
-        self._introduction: Callable[..., Rejoin] = Rejoin  # with what the coordinator was told
-        self._positions: PositionsLearned | None = None
-        self._keeping = threading.Lock()
-        self._unrecorded: deque[TrainerReport | Log] = deque(maxlen=KEPT)
-        self._recorded_s = -math.inf
-        self._log: Log | None = None  # the numbers of a step that have not been sent yet
-        self._log_bytes = 0
+        self.coordinator = Coordinator(cluster, self._inbox)
+        self._hello: m.Hello | None = None
+        self._ready: m.Ready | None = None
+        self._introduction: Callable[..., m.Rejoin] = m.Rejoin  # with what the coordinator was told
+        self._positions: m.PositionsLearned | None = None
+        self._unrecorded = Unrecorded(lambda message: self._jobs.put(_Job("coordinator", message, None)))
         self._told = 0  # the coordinator that has our Goodbye
         self._dismissed = threading.Event()  # it has recorded everything
         self._unsent = 0  # messages that the coordinator did not read in time
@@ -181,17 +141,17 @@ class Link:
         """Shake hands with the coordinator. Raises `ClusterError` if it or the optimizer is dead, or on a timeout."""
         try:
             self._inbox.watch("the optimizer process", self._cluster.optimizer_pids[self.address.rank])
-            self._watch_coordinator()
+            self.coordinator.watch()
             peers = {"optimizer": Address("optimizer", self.address.rank), "coordinator": COORDINATOR}
             self._outboxes = {role: self._network.outbox(to, linger_s=LINGER_S) for role, to in peers.items()}
             self._hello = self._handshake.hello()
             self._outboxes["coordinator"].send(self._hello)
             self._handshake.on_welcome(self._await_welcome())
-            self._is_known = True
+            self.coordinator.is_known = True
         except PeerDied as death:
             raise self._worker_died(death) from None
 
-    def agree(self, table: LayerTable, calibration: Calibration, book: PlanBook) -> Plan:
+    def agree(self, table: m.LayerTable, calibration: m.Calibration, book: PlanBook) -> m.Plan:
         """Send the layer table and the calibration, and agree in `book` on the first plan."""
         try:
             self._arenas.settimeout(self._timeout_s)
@@ -201,64 +161,45 @@ class Link:
         try:
             self._outboxes["coordinator"].send(table)
             self._outboxes["coordinator"].send(calibration)
-            self._introduction = partial(Rejoin, table=table, calibration=calibration)
-            plan = self._expect(Plan)
+            self._introduction = partial(m.Rejoin, table=table, calibration=calibration)
+            plan = self._expect(m.Plan)
             self._outboxes["coordinator"].send(book.on_plan(plan))
-            book.on_reassign(self._expect(Reassign))
+            book.on_reassign(self._expect(m.Reassign))
         except PeerDied as death:
             raise self._worker_died(death) from None
         except _Asked as asked:
             raise ClusterError(f"{asked} while the first plan was agreed on") from None
         return plan
 
-    def _watch_coordinator(self) -> None:
-        """Raises `PeerDied` if there is none. If one has just died, the launcher starts another one."""
-        ends_s = time.monotonic() + START_TIMEOUT_S
-        while not self._has_coordinator:
-            with contextlib.suppress(ConfigError):
-                self.coordinator_pid = Cluster.read(self._cluster.socket_dir).coordinator_pid
-            try:
-                self._inbox.watch(_COORDINATOR, self.coordinator_pid)
-                self._has_coordinator = True
-            except PeerDied:
-                if time.monotonic() >= ends_s or has_ended(self._cluster.launcher_pid):
-                    raise
-                time.sleep(RETRY_S)
-
-    def _await_welcome(self) -> Welcome:
+    def _await_welcome(self) -> m.Welcome:
         """Another coordinator, if this one dies, has not got the Hello."""
         while True:
             try:
-                return self._expect(Welcome)
+                return self._expect(m.Welcome)
             except PeerDied as death:
-                if death.name != _COORDINATOR:
+                if death.name != PROCESS:
                     raise
-                self._lose_coordinator()
+                self.coordinator.lose()
             except _Asked as asked:
-                self._outboxes["coordinator"].send(self._find_coordinator(asked.by))
+                self._outboxes["coordinator"].send(self._follow(asked.by))
+
+    def _follow(self, asked: m.Introduce) -> m.Hello:
+        """Another coordinator has been started. Returns the Hello that answers it."""
+        assert self._hello is not None, "nobody asks who has not joined"
+        self._hello = replace(self._hello, attempt=asked.attempt)
+        self.coordinator.follow(asked.coordinator_pid)
+        return self._hello
 
     def _worker_died(self, noticed: PeerDied, way_on: str = "") -> WorkerDied:
         """The error that says who died first, and how, where that can be found out."""
         try:
-            first = self._place.first_death() if self._ends_the_run(noticed) else ""
+            first = self._place.first_death() if self.coordinator.ends_the_run(noticed) else ""
         except Exception:  # what was noticed must be told, whatever the launcher said
             first = ""
         first += ", as the kernel does when memory runs out" if "SIGKILL" in first else ""
         return WorkerDied(f"{first or noticed}; its log is in {self._cluster.run_dir}/logs{way_on}")
 
-    def _ends_the_run(self, death: PeerDied) -> bool:
-        """Whether the launcher ends after this death. In the place of a coordinator, it starts another one."""
-        ends_s = time.monotonic() + START_TIMEOUT_S
-        while death.name == _COORDINATOR and not has_ended(self._cluster.launcher_pid):
-            with contextlib.suppress(ConfigError):
-                if Cluster.read(self._cluster.socket_dir).coordinator_pid != self.coordinator_pid:
-                    return False
-            if time.monotonic() >= ends_s:
-                return False
-            time.sleep(RETRY_S)
-        return True
-
-    def _failure(self, incoming: Incoming, failure: Failure) -> str:
+    def _failure(self, incoming: Incoming, failure: m.Failure) -> str:
         """A worker's failure as text. An optimizer ends after it, and is waited for.
 
         Who ends because of it must not end before it: the launcher looks which of its processes has ended.
@@ -275,9 +216,9 @@ class Link:
         incoming = self._inbox.receive(self._timeout_s)
         if incoming is None:
             raise ClusterTimeout(f"no {kind.__name__} from the coordinator within {self._timeout_s:.0f} s")
-        if isinstance(incoming.message, Introduce):
+        if isinstance(incoming.message, m.Introduce):
             raise _Asked(incoming.message)
-        if isinstance(incoming.message, Failure):
+        if isinstance(incoming.message, m.Failure):
             raise ClusterError(self._failure(incoming, incoming.message))
         if not isinstance(incoming.message, kind):
             raise ClusterError(f"expected {kind.__name__}, got {type(incoming.message).__name__}")
@@ -296,67 +237,24 @@ class Link:
         self._ready = self._handshake.ready(detail)
         self.post("coordinator", self._ready)
 
-    def post(self, to: str, what: Message | Draft, *, after: Transfer | None = None) -> None:
+    def post(self, to: str, what: m.Message | Draft, *, after: Transfer | None = None) -> None:
         """Send a message to role `to` once `after` has finished. A draft is turned into one by `on_departure`."""
         if to == "coordinator":
-            self._send_log()
-        if isinstance(what, TrainerReport):
-            self._keep(what)
-        elif isinstance(what, PositionsLearned):
+            self._unrecorded.flush()
+        if isinstance(what, m.TrainerReport):
+            self._unrecorded.keep(what)
+        elif isinstance(what, m.PositionsLearned):
             self._positions = what
         self._jobs.put(_Job(to, what, after))
 
-    def log(self, log: Log) -> None:
-        """Tell the coordinator the loop's numbers, those of one step together. The caller hands `log` over.
+    def log(self, log: m.Log) -> None:
+        """Tell the coordinator the loop's numbers, those of one step together. The caller hands `log` over."""
+        self._unrecorded.add(log)
 
-        A loop may log each number by itself, and thousands of them in a step.
-        """
-        nbytes = log_bytes(log.numbers)
-        with self._keeping:
-            known = self._log
-            if known is not None and log.renames is None and (known.step, known.ahead) == (log.step, log.ahead):
-                if self._log_bytes + nbytes <= LOG_BYTES:
-                    for name, number in log.numbers.items():
-                        if log.ahead or name not in known.numbers:  # as `coordinate.records` takes them
-                            known.numbers[name] = number
-                    self._log_bytes += nbytes
-                    return
-            self._post_log()
-            self._log, self._log_bytes = log, nbytes
-
-    def _send_log(self) -> None:
-        with self._keeping:
-            self._post_log()
-
-    def _post_log(self) -> None:
-        log, self._log = self._log, None
-        if log is not None:
-            self._unrecorded.append(log)
-            self._jobs.put(_Job("coordinator", log, None))
-
-    def _keep(self, report: TrainerReport) -> None:
-        """Keep a report until it is recorded. Logs are kept until the next report is."""
-        with self._keeping:
-            self._unrecorded.append(report)
-            while (first := self._first_report()) is not None and first.at_s <= self._recorded_s:
-                while self._unrecorded.popleft() is not first:
-                    pass
-
-    def _first_report(self) -> TrainerReport | None:
-        return next((message for message in self._unrecorded if isinstance(message, TrainerReport)), None)
-
-    def rejoin(
-        self, *, plan: Plan, holds: bool, places: Places, step: int, moved: int, skipped: int, draws: bool
-    ) -> None:
+    def rejoin(self, **known: Any) -> None:
         """Tell another coordinator what the first one knew, between two steps. The arguments are `Rejoin`'s."""
         self.is_asked = False
-        rejoin = self._introduction(
-            plan=plan, holds=holds, places=places, step=step, moved=moved, skipped=skipped, draws=draws
-        )
-        with self._keeping:
-            for message in (rejoin, self._positions, *self._unrecorded):
-                if message is not None:
-                    self._jobs.put(_Job("coordinator", message, None))
+        self._unrecorded.send_again(self._introduction(**known), self._positions)
 
     def leave(self, rejoin: Callable[[], None]) -> None:
         """Say Goodbye to the coordinator, and return once it has recorded everything, and said Goodbye, too.
@@ -364,25 +262,21 @@ class Link:
         If it dies before, another one is waited for, as long as there is somebody to start one; `rejoin` tells that
         one everything.
         """
-        seen: object = None
-        ends_s = math.inf
+        coordinator, seen, ends_s = self.coordinator, None, math.inf
         while not self._dismissed.wait(RETRY_S if seen else 0.0):
-            dead, now_s = has_ended(self.coordinator_pid) or not self._is_known, time.monotonic()
-            if not dead and (self._told != self.coordinator_pid or self.is_asked):
+            dead, now_s = has_ended(coordinator.pid) or not coordinator.is_known, time.monotonic()
+            if not dead and (self._told != coordinator.pid or self.is_asked):
                 rejoin()
-                self._told = self.coordinator_pid
-                self.post("coordinator", Goodbye())
-            if seen != (seen := (dead, self.coordinator_pid, self._recorded_s)):
+                self._told = coordinator.pid
+                self.post("coordinator", m.Goodbye())
+            if seen != (seen := (dead, coordinator.pid, self._unrecorded.recorded_s)):
                 ends_s = now_s + (START_TIMEOUT_S if dead else LINGER_S)
             if now_s >= ends_s or (dead and has_ended(self._cluster.launcher_pid)):
-                with self._keeping:
-                    reports = [message for message in self._unrecorded if isinstance(message, TrainerReport)]
-                lost = sum(report.at_s > self._recorded_s for report in reports)
                 who = "there is no other coordinator yet" if dead else "the coordinator does not answer"
-                _log.warning("%s: the records of up to %d steps are lost", who, lost)
+                _log.warning("%s: the records of up to %d steps are lost", who, self._unrecorded.steps)
                 return
 
-    def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile | PlanesRefused:
+    def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile | m.PlanesRefused:
         """The next arena from the optimizer, or why there is none for a layer.
 
         Raises `ClusterError` if nothing comes, or if it does not match.
@@ -406,10 +300,10 @@ class Link:
         self._closed = True
         for role, outbox in self._outboxes.items():
             if "sender" in self._threads:
-                if role != "coordinator" or self._told != self.coordinator_pid:
-                    self.post(role, Goodbye())
+                if role != "coordinator" or self._told != self.coordinator.pid:
+                    self.post(role, m.Goodbye())
             else:  # construction has failed before
-                outbox.send(Goodbye())
+                outbox.send(m.Goodbye())
         self._jobs.put(None)
         with contextlib.suppress(BrokenPipeError):  # the receiver has ended already
             os.write(self._stop_write, b"stop")  # close() alone wakes nobody while a forked child holds the pipe
@@ -438,7 +332,7 @@ class Link:
         threading.Thread(target=follow, name=THREAD_PREFIX + "end", daemon=True).start()
 
     def _leave_outboxes(self) -> None:
-        pids = {"optimizer": self._cluster.optimizer_pids[self.address.rank], "coordinator": self.coordinator_pid}
+        pids = {"optimizer": self._cluster.optimizer_pids[self.address.rank], "coordinator": self.coordinator.pid}
         for role, outbox in self._outboxes.items():
             if has_ended(pids[role]) or has_ended(self._cluster.launcher_pid):
                 outbox.linger_s = 0.0  # nobody is left to hear it, or will be in a moment
@@ -473,76 +367,48 @@ class Link:
                         _log.warning(
                             "the coordinator does not read: records will be missing; training goes on: %s", full
                         )
-                    self._unsent += isinstance(message, TrainerReport | Log)
+                    self._unsent += isinstance(message, m.TrainerReport | m.Log)
                 del job
             if self._unsent:
                 _log.warning("the coordinator did not read %d reports and logs: records are missing", self._unsent)
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "sending"))
 
-    def _lose_coordinator(self) -> None:
-        self._inbox.unwatch(_COORDINATOR)
-        self._has_coordinator = self._is_known = False
-        _log.warning("the coordinator (process %d) died; training goes on, and waits for no plan", self.coordinator_pid)
-
-    def _find_coordinator(self, asked: Introduce) -> Hello:
-        """Another coordinator has been started. Returns the Hello that answers it."""
-        assert self._hello is not None, "nobody asks who has not joined"
-        pid, self._hello = asked.coordinator_pid, replace(self._hello, attempt=asked.attempt)
-        is_news = pid != self.coordinator_pid
-        self._inbox.unwatch(_COORDINATOR)
-        self._has_coordinator = self._is_known = False
-        try:
-            self._inbox.watch(_COORDINATOR, pid)
-        except PeerDied:
-            return self._hello  # and so there will be another one
-        self._has_coordinator = True
-        if self._ready is not None:
-            self._jobs.put(_Job("coordinator", self._hello, None))
-        self.coordinator_pid = pid
-        if is_news:
-            _log.warning("another coordinator (process %d) has been started", pid)
-        return self._hello
-
-    def _on_welcome(self, welcome: Welcome) -> None:
+    def _on_welcome(self, welcome: m.Welcome) -> None:
         """Another coordinator has taken our answer: from here on it takes what we know."""
-        if welcome.coordinator_pid == self.coordinator_pid and self._ready is not None:
+        if welcome.coordinator_pid == self.coordinator.pid and self._ready is not None:
             self._jobs.put(_Job("coordinator", self._ready, None))
-            self.is_asked = self._is_known = True
+            self.is_asked = self.coordinator.is_known = True
 
     def _receive_all(self, listener: Listener) -> None:
-        silence = _Silence()
+        coordinator = self.coordinator
         try:
             while True:
                 try:
                     incoming = self._inbox.receive(LOOK_S)
                 except PeerDied as death:
-                    if death.name != _COORDINATOR:
+                    if death.name != PROCESS:
                         raise
-                    self._lose_coordinator()
+                    coordinator.lose()
                     continue
-                if self._ready is not None and self._has_coordinator and silence.passes():
-                    _log.warning(
-                        "the coordinator (process %d) has not been heard for %.0f s; training goes on",
-                        self.coordinator_pid,
-                        SILENCE_S,
-                    )
+                if self._ready is not None and coordinator.is_there:
+                    coordinator.look()
                 if incoming is None:
                     continue
-                if isinstance(incoming.message, Ping):
-                    if silence.ends():
-                        _log.warning("the coordinator is heard again")
-                    self._recorded_s = incoming.message.recorded_s or self._recorded_s
-                    self._send_log()
+                if isinstance(incoming.message, m.Ping):
+                    coordinator.hear()
+                    self._unrecorded.recorded_s = incoming.message.recorded_s or self._unrecorded.recorded_s
+                    self._unrecorded.flush()
                     self._inbox.reply(incoming.sender, _pong(listener))
-                elif isinstance(incoming.message, Introduce):
-                    self._find_coordinator(incoming.message)
-                    silence.ends()
-                elif isinstance(incoming.message, Welcome):
+                elif isinstance(incoming.message, m.Introduce):
+                    hello = self._follow(incoming.message)
+                    if coordinator.is_there and self._ready is not None:
+                        self._jobs.put(_Job("coordinator", hello, None))
+                elif isinstance(incoming.message, m.Welcome):
                     self._on_welcome(incoming.message)
-                elif isinstance(incoming.message, Goodbye):
+                elif isinstance(incoming.message, m.Goodbye):
                     self._dismissed.set()
-                elif isinstance(incoming.message, Failure):
+                elif isinstance(incoming.message, m.Failure):
                     listener.on_failure(WorkerDied(self._failure(incoming, incoming.message)))
                 else:
                     listener.on_message(incoming.message)
@@ -554,42 +420,15 @@ class Link:
             listener.on_failure(_as_hytrain_error(error, "receiving"))
 
 
-class _Silence:
-    """For how long the coordinator has not been heard, without the time in which this process itself was stopped."""
-
-    def __init__(self) -> None:
-        self._looked_s, self._quiet_s, self._told = time.monotonic(), 0.0, False
-
-    def passes(self) -> bool:
-        """Time has passed. Whether it has been silent for so long that it is to be told; True only once."""
-        now_s = time.monotonic()
-        self._quiet_s += min(now_s - self._looked_s, LOOK_S)
-        self._looked_s = now_s
-        if self._told or self._quiet_s < SILENCE_S:
-            return False
-        self._told = True
-        return True
-
-    def ends(self) -> bool:
-        """It is heard. Whether its silence had been told."""
-        told, self._quiet_s, self._told = self._told, 0.0, False
-        return told
-
-
-def _pong(listener: Listener) -> Pong:
+def _pong(listener: Listener) -> m.Pong:
     writing = manifest.being_written()
     if writing is None:
-        return Pong(waits_for=listener.waits_for)
+        return m.Pong(waits_for=listener.waits_for)
     folder, writing_s = writing
-    return Pong(waits_for=listener.waits_for, writing=str(folder), writing_s=writing_s)
+    return m.Pong(waits_for=listener.waits_for, writing=str(folder), writing_s=writing_s)
 
 
-def log_bytes(numbers: Mapping[str, float]) -> int:
-    """About how much these take in a message."""
-    return sum(len(name.encode(errors="backslashreplace")) + NUMBER_BYTES for name in numbers)
-
-
-def describe_failure(sender: Address, failure: Failure) -> str:
+def describe_failure(sender: Address, failure: m.Failure) -> str:
     """A worker's failure as text: who, step, layer, error and traceback."""
     where = f" in step {failure.step}" if failure.step is not None else ""
     where += f" at layer {failure.lid}" if failure.lid is not None else ""

@@ -27,6 +27,7 @@ from variants import every_second
 import hytrain
 from hytrain.monitoring import Client
 from hytrain.run import link
+from hytrain.run.coordinator import Coordinator
 from hytrain.run.link import Link
 from protocol.channel import Inbox, Incoming
 from protocol.messages import Goodbye, Hello, Introduce, Pong, Welcome
@@ -245,13 +246,13 @@ def test_a_trainer_that_is_busy_meanwhile_is_asked_again(
             is_waiting.set()
             wait_for(lambda: not busy.is_set())
 
-    receive, lose, find = Inbox.receive, Link._lose_coordinator, Link._find_coordinator
+    receive, lose, find = Inbox.receive, Coordinator.lose, Link._follow
 
     def late(self: Inbox, timeout_s: float | None) -> Incoming | None:
         wait()
         return receive(self, timeout_s)
 
-    def lost(self: Link) -> None:
+    def lost(self: Coordinator) -> None:
         lose(self)
         wait()
 
@@ -262,8 +263,8 @@ def test_a_trainer_that_is_busy_meanwhile_is_asked_again(
     if since == "before the death":
         monkeypatch.setattr(Inbox, "receive", late)
     else:  # of which another coordinator may tell first
-        monkeypatch.setattr(Link, "_lose_coordinator", lost)
-        monkeypatch.setattr(Link, "_find_coordinator", asked)
+        monkeypatch.setattr(Coordinator, "lose", lost)
+        monkeypatch.setattr(Link, "_follow", asked)
     model = perceptron()
     with adamw(model, policy="random") as opt:
         training = Training(opt, model)
@@ -289,7 +290,7 @@ def test_a_trainer_that_joins_when_its_coordinator_dies_waits_for_another(monkey
     join = Link.join
 
     def killed(self: Link) -> None:
-        psutil.Process(self.coordinator_pid).kill()
+        psutil.Process(self.coordinator.pid).kill()
         join(self)
 
     monkeypatch.setattr(Link, "join", killed)
@@ -335,7 +336,7 @@ def test_deaths_of_two_coordinators_while_a_trainer_leaves_lose_nothing(monkeypa
 
     def deadly(self: Link, to: str, what: Any, **after: Any) -> None:
         if isinstance(what, Goodbye) and to == "coordinator" and len(killed) < 2:
-            dead = psutil.Process(self.coordinator_pid)
+            dead = psutil.Process(self.coordinator.pid)
             killed.append(dead.pid)
             dead.suspend()
             wait_for(lambda: dead.status() == psutil.STATUS_STOPPED)
