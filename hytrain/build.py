@@ -296,34 +296,31 @@ def build_layers(
     empty: Sequence[tuple[str, nn.Parameter]] = (),
     precision: Precision = EXACT,
 ) -> tuple[list[TrainedLayer], list[TrainedParameter]]:
-    """Build the trained layers and their parameters. `rules[i]` updates group i.
+    """Build the trained layers and their parameters, with state of this `precision`. `rules[i]` updates group i.
 
-    `before` are the parameters of the build that this replaces.
-
-    `empty` are parameters that other ranks have shards of, but this one none: they are in no layer. The state
-    is of this `precision`.
+    `before` are the parameters of the build that this replaces. `empty` are parameters that other ranks have shards of,
+    but this one none: they are in no layer.
     """
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
     owners: dict[int, TrainedParameter] = {}
     built: list[TrainedLayer] = []
-    others: list[TrainedParameter] = []
+
+    def known(name: str, parameter: nn.Parameter) -> TrainedParameter:
+        group = group_of[id(parameter)]
+        return TrainedParameter(name, parameter, group, rules[group], precision)
+
     for layer in layers:
         spec = layer.describe(layer.lid, group_of, rules, grad_dtype, precision)
         trained = TrainedLayer(layer.lid, layer.name, spec, layout(spec), [], LayerLife(layer.lid, GPU))
         for index, (piece, segment) in enumerate(zip(layer.pieces, spec.segments, strict=True)):
-            own_group = group_of[id(piece.parameter)]
-            owner = owners.setdefault(
-                id(piece.parameter),
-                TrainedParameter(piece.name, piece.parameter, own_group, rules[own_group], precision),
-            )
+            if (owner := owners.get(id(piece.parameter))) is None:
+                owner = owners[id(piece.parameter)] = known(piece.name, piece.parameter)
             with with_memory(owner.own):
                 weights = flat(owner.own)[piece.start : piece.start + piece.numel]
             trained.segments.append(TrainedSegment(segment, owner, piece.start, weights))
             owner.places.append((trained, index))
         built.append(trained)
-    for name, one in empty:
-        others.append(TrainedParameter(name, one, group_of[id(one)], rules[group_of[id(one)]], precision))
-    parameters = [*owners.values(), *others]
+    parameters = [*owners.values(), *(known(name, parameter) for name, parameter in empty)]
     _check_memory(parameters, before)
     return built, parameters
 

@@ -157,20 +157,9 @@ class Muon(Optimizer):
         rest = dict(adamw or {})
         if unknown := rest.keys() - torchs.keys():
             raise ConfigError(f"adamw has {min(unknown)!r}: it takes {', '.join(torchs)}")
-        self._defaults_of: dict[bool, dict[str, Any]] = {
-            False: {"use_muon": False, **torchs, **rest},
-            True: {
-                "use_muon": True,
-                "lr": lr,
-                "weight_decay": weight_decay,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "ns_coefficients": ns_coefficients,
-                "eps": eps,
-                "ns_steps": ns_steps,
-                "adjust_lr_fn": adjust_lr_fn,
-            },
-        }
+        own: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+        own |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+        self._defaults_of = {False: {"use_muon": False, **torchs, **rest}, True: {"use_muon": True, **own}}
         super().__init__(model, param_groups, {}, **options)
 
     def _groups_from(self, param_groups: ParamsT | None) -> list[dict[str, Any]]:

@@ -345,9 +345,8 @@ class Session:
         """
         if os.getpid() != self._pid or self._closed:
             return
-        if threading.current_thread().name.startswith(
-            (THREAD_PREFIX, THREAD_NAME)
-        ):  # the garbage collector may run on any thread
+        # The garbage collector may run on any thread.
+        if threading.current_thread().name.startswith((THREAD_PREFIX, THREAD_NAME)):
             threading.Thread(target=self.close, name="hytrain-close").start()
             return
         self._closed = True

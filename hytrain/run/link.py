@@ -227,7 +227,7 @@ class Link:
     def start(self, listener: Listener) -> None:
         """Start the threads. From now on, messages reach `listener`."""
         self._inbox.watch_descriptor("stop", self._stop_read, last_words_s=0.0)
-        for name, run in (("sender", self._send), ("receiver", self._receive)):
+        for name, run in (("sender", self._send_all), ("receiver", self._receive_all)):
             thread = threading.Thread(target=run, args=(listener,), name=THREAD_PREFIX + name, daemon=True)
             thread.start()
             self._threads[name] = thread
@@ -338,21 +338,8 @@ class Link:
                 outbox.linger_s = 0.0  # nobody is left to hear it, or will be in a moment
         self._network.leave(self._outboxes.values())
 
-    def _send(self, listener: Listener) -> None:
-        """The sender thread."""
-        try:
-            self._send_all(listener)
-        finally:
-            self._leave_outboxes()
-
-    def _receive(self, listener: Listener) -> None:
-        """The receiver thread."""
-        try:
-            self._receive_all(listener)
-        finally:
-            self._network.leave([self._inbox])
-
     def _send_all(self, listener: Listener) -> None:
+        """The sender thread."""
         try:
             while (job := self._jobs.get()) is not None:
                 if job.after is not None:
@@ -373,6 +360,8 @@ class Link:
                 _log.warning("the coordinator did not read %d reports and logs: records are missing", self._unsent)
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "sending"))
+        finally:
+            self._leave_outboxes()
 
     def _on_welcome(self, welcome: m.Welcome) -> None:
         """Another coordinator has taken our answer: from here on it takes what we know."""
@@ -381,6 +370,7 @@ class Link:
             self.is_asked = self.coordinator.is_known = True
 
     def _receive_all(self, listener: Listener) -> None:
+        """The receiver thread."""
         coordinator = self.coordinator
         try:
             while True:
@@ -418,6 +408,8 @@ class Link:
                 listener.on_failure(self._worker_died(death, way_on))
         except Exception as error:
             listener.on_failure(_as_hytrain_error(error, "receiving"))
+        finally:
+            self._network.leave([self._inbox])
 
 
 def _pong(listener: Listener) -> m.Pong:
