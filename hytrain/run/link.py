@@ -41,7 +41,6 @@ from hytrain.state import manifest
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handles import ArenaLayout
-from protocol.handshake import WorkerHandshake
 from protocol.messages import (
     Calibration,
     Failure,
@@ -146,7 +145,6 @@ class Link:
         # The name is unique: a second optimizer in this process must not receive messages meant for the first.
         self.address: Final = Address("trainer", rank)
         self.name: Final = f"{self.address}-{secrets.token_hex(4)}"
-        self._handshake = WorkerHandshake(self.address, pid=self._pid, inbox=self.name)
         self._outboxes: dict[str, Outbox] = {}
         self._arenas = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._network = Network(cluster.socket_dir, token=cluster.token, address=self.address, name=self.name)
@@ -184,9 +182,9 @@ class Link:
             self._watch_coordinator()
             peers = {"optimizer": Address("optimizer", self.address.rank), "coordinator": COORDINATOR}
             self._outboxes = {role: self._network.outbox(to, linger_s=LINGER_S) for role, to in peers.items()}
-            self._hello = self._handshake.hello()
+            self._hello = Hello(pid=self._pid, inbox=self.name)
             self._outboxes["coordinator"].send(self._hello)
-            self._handshake.on_welcome(self._await_welcome())
+            self._await_welcome()
             self._is_known = True
         except PeerDied as death:
             raise self._worker_died(death) from None
@@ -225,11 +223,12 @@ class Link:
                     raise
                 time.sleep(RETRY_S)
 
-    def _await_welcome(self) -> Welcome:
+    def _await_welcome(self) -> None:
         """Another coordinator, if this one dies, has not got the Hello."""
         while True:
             try:
-                return self._expect(Welcome)
+                self._expect(Welcome)
+                return
             except PeerDied as death:
                 if death.name != _COORDINATOR:
                     raise
@@ -293,7 +292,7 @@ class Link:
 
     def ready(self, detail: str) -> None:
         """Tell the coordinator that construction has succeeded."""
-        self._ready = self._handshake.ready(detail)
+        self._ready = Ready(detail=detail)
         self.post("coordinator", self._ready)
 
     def post(self, to: str, what: Message | Draft, *, after: Transfer | None = None) -> None:

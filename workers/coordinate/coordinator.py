@@ -32,11 +32,11 @@ from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter, clear, merge
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading
-from protocol.handshake import HandshakeError
 from protocol.quiet import rate_limited
 from workers.coordinate.coordinator_state import CoordinatorState
 from workers.coordinate.fleet import Commands
 from workers.coordinate.gauges import Gauges
+from workers.coordinate.handshake import HandshakeError
 from workers.coordinate.heartbeats import BEAT_S
 from workers.coordinate.metrics_file import MetricsFile
 from workers.coordinate.nodes import Nodes
