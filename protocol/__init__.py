@@ -1,4 +1,4 @@
-"""Everything that crosses a process boundary: messages, their encoding, tensor handles, the handshake, channels.
+"""Everything that crosses a process boundary: messages, their encoding, tensor handles, channels.
 
 It imports no torch and makes no decisions.
 """

@@ -80,11 +80,6 @@ class ArenaLayout:
         """The number of parameters in the layer."""
         return sum(handle.numel for handle in self.handles["weights"] if handle is not None)
 
-    @property
-    def state_nbytes(self) -> int:
-        """Bytes of remainder and moments in one bank: the optimizer state of a layer that the GPU owns."""
-        return sum(self.plane_nbytes[plane] for plane in STATE_PLANES)
-
 
 class Precision(NamedTuple):
     """The dtypes of the moments, and of the masters of bfloat16 weights. If one is not "float32", nothing is exact."""

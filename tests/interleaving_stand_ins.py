@@ -47,9 +47,9 @@ from hytrain.tensors import address, count_write
 from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import STATE_PLANES
-from protocol.handshake import HandshakeError
 from protocol.placement import Places
 from workers.coordinate.coordinator_state import CoordinatorState
+from workers.coordinate.handshake import HandshakeError
 from workers.effects import Send
 from workers.optimize.update_queue import Tile, UpdateQueue
 

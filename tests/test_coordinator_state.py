@@ -16,12 +16,12 @@ from hytrain.run.ownership import OwnershipError
 from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import layout
-from protocol.handshake import HandshakeError
 from protocol.metrics import BY_NAME
 from protocol.placement import CPU, GPU, VISIT, Places
 from protocol.sizes import Sizes
 from workers.coordinate.coordinator_state import CoordinatorState
 from workers.coordinate.fleet import GATHER_STEPS, LATE_S
+from workers.coordinate.handshake import HandshakeError
 from workers.coordinate.heartbeats import Heartbeats
 from workers.coordinate.records import LOG_PATIENCE_STEPS
 from workers.coordinate.tracing import Tracing

@@ -15,8 +15,9 @@ from workers.exits import EXIT_USAGE
 from workers.planning import BESIDE_TRAINING
 from workers.watch import doctor
 from workers.watch.doctor import Gpu, Machine, advise, render
-from workers.watch.forecast import PRECISIONS, SHAPES, Rates, Shape, forecast, most_parameters
+from workers.watch.forecast import SHAPES, Rates, Shape, forecast, most_parameters
 
+PRECISIONS = tuple(doctor.PRECISIONS.values())
 ROOT = Path(__file__).resolve().parents[1]
 GIB, GB = 2**30, 10**9
 GPU = Gpu(

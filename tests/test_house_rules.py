@@ -40,7 +40,6 @@ PURE = (
     "hytrain/step/life.py",
     "hytrain/step/numbers.py",
     "protocol/address.py",
-    "protocol/handshake.py",
     "protocol/messages.py",
     "protocol/handles.py",
     "protocol/metrics.py",
@@ -49,6 +48,7 @@ PURE = (
     "protocol/rules.py",
     "workers/coordinate/coordinator_state.py",
     "workers/coordinate/fleet.py",
+    "workers/coordinate/handshake.py",
     "workers/planning/commands.py",
     "workers/planning/facts.py",
     "workers/planning/measured.py",
@@ -151,6 +151,27 @@ def test_module_says_what_it_owns(module: str) -> None:
     if code := tree.body[1:]:
         assert ast.unparse(code[0]) == "from __future__ import annotations"
     assert (ROOT / module).with_name("__init__.py").exists(), "its folder has no __init__.py"
+
+
+#: Lines that a reader can keep in mind. A module that is a table may have more.
+MOST_LINES: dict[type[ast.AST], int] = {ast.ClassDef: 350, ast.FunctionDef: 70, ast.AsyncFunctionDef: 70}
+MOST_LINES_OF_MODULES = 500
+TABLES = {"protocol/messages.py"}
+
+
+@pytest.mark.parametrize("package", ["protocol", "workers"])
+def test_nothing_is_too_long(package: str) -> None:
+    found = []
+    for module in [each for each in modules() if each.startswith(f"{package}/")]:
+        text = (ROOT / module).read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > MOST_LINES[type(node)]:
+                    found.append(f"{module}:{node.lineno}: {node.name} has {lines} lines")
+        if text.count("\n") > MOST_LINES_OF_MODULES and module not in TABLES:
+            found.append(f"{module} has {text.count(chr(10))} lines")
+    assert found == []
 
 
 BRINGS_TORCH = """

@@ -37,7 +37,7 @@ def test_an_arena_is_what_a_layer_of_the_cpus_takes(drawn: list[m.Segment], bank
     assert sizes.host(0, CPU_OFFLOADED) == sizes.host(0, CPU) and not sizes.host(0, GPU)
     assert {**sizes.host(0, VISIT), GRADS: sizes.host(0, CPU)[GRADS]} == sizes.host(0, CPU)
     held = alone.plane_nbytes[GRADS] if awaits else 0
-    assert sum(sizes.gpu(0, GPU).values()) == alone.plane_nbytes[WEIGHTS] + alone.state_nbytes + held
+    assert sum(sizes.gpu(0, GPU).values()) == alone.nbytes - alone.plane_nbytes[GRADS] + held
     assert sum(sizes.gpu(0, VISIT_OFFLOADED).values()) == held
 
 

@@ -53,6 +53,11 @@ def default() -> Path:
     return state / "hytrain" / "runs"
 
 
+def containing(file: str, wanted: str) -> Path | None:
+    """The folder `wanted` that has this file: a path, or the name of a run of a program; None if there is none."""
+    return next((folder for folder in (Path(wanted), default() / wanted) if (folder / file).is_file()), None)
+
+
 def create(run_name: str, keep_runs: int) -> Path:
     """Make and claim a new folder for a run that was given none, and prune old ones, so that `keep_runs` remain.
 

@@ -40,7 +40,6 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.handles import ArenaLayout
-from protocol.handshake import WorkerHandshake
 
 #: At the end, copies that are under way end, and the last words are delivered. Only a hang takes longer.
 CLOSE_TIMEOUT_S: Final = 60.0
@@ -111,7 +110,6 @@ class Link:
         # The name is unique: a second optimizer in this process must not receive messages meant for the first.
         self.address: Final = Address("trainer", rank)
         self.name: Final = f"{self.address}-{secrets.token_hex(4)}"
-        self._handshake = WorkerHandshake(self.address, pid=self._pid, inbox=self.name)
         self._outboxes: dict[str, Outbox] = {}
         self._arenas = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._network = Network(cluster.socket_dir, token=cluster.token, address=self.address, name=self.name)
@@ -144,9 +142,9 @@ class Link:
             self.coordinator.watch()
             peers = {"optimizer": Address("optimizer", self.address.rank), "coordinator": COORDINATOR}
             self._outboxes = {role: self._network.outbox(to, linger_s=LINGER_S) for role, to in peers.items()}
-            self._hello = self._handshake.hello()
+            self._hello = m.Hello(pid=self._pid, inbox=self.name)
             self._outboxes["coordinator"].send(self._hello)
-            self._handshake.on_welcome(self._await_welcome())
+            self._await_welcome()
             self.coordinator.is_known = True
         except PeerDied as death:
             raise self._worker_died(death) from None
@@ -171,11 +169,12 @@ class Link:
             raise ClusterError(f"{asked} while the first plan was agreed on") from None
         return plan
 
-    def _await_welcome(self) -> m.Welcome:
+    def _await_welcome(self) -> None:
         """Another coordinator, if this one dies, has not got the Hello."""
         while True:
             try:
-                return self._expect(m.Welcome)
+                self._expect(m.Welcome)
+                return
             except PeerDied as death:
                 if death.name != PROCESS:
                     raise
@@ -234,7 +233,7 @@ class Link:
 
     def ready(self, detail: str) -> None:
         """Tell the coordinator that construction has succeeded."""
-        self._ready = self._handshake.ready(detail)
+        self._ready = m.Ready(detail=detail)
         self.post("coordinator", self._ready)
 
     def post(self, to: str, what: m.Message | Draft, *, after: Transfer | None = None) -> None:

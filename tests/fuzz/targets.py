@@ -1,7 +1,7 @@
 """What is fuzzed in one process. A target draws input and hands it over; an undeclared exception is a finding.
 
     codec         bytes ─▶ decode ─▶ a message, which comes back as it was, or WireError
-    handshake     messages in any order ─▶ both sides' state machines, or HandshakeError
+    handshake     messages in any order ─▶ who has joined and is ready, or HandshakeError
     handles       layers, sizes and handles ─▶ layouts within bounds, or HandleError
     arena         datagrams with descriptors ─▶ receive_arena: an arena or a refusal, or ValueError, EOFError, OSError
     coordinator   a worker that misbehaves ─▶ commands, or HandshakeError, OwnershipError, ValueError
@@ -29,11 +29,11 @@ from protocol import messages as m
 from protocol.address import Address
 from protocol.codec import MAX_FRAME_BYTES, WireError, decode, encode
 from protocol.handles import ArenaLayout, HandleError, TensorHandle
-from protocol.handshake import HandshakeError, RunHandshake, WorkerHandshake
 from protocol.placement import Places
 from protocol.senders import is_named_after, may_send
 from tests.fuzz.frames import EDGES, Maker
 from workers.coordinate.coordinator_state import CoordinatorState
+from workers.coordinate.handshake import HandshakeError, RunHandshake
 from workers.effects import Answer, Command, Note, Publish, Send
 
 TOKEN: Final = "0123456789abcdef"
@@ -106,7 +106,6 @@ def _decoded(frame: bytes) -> None:
 def handshake(drawn: random.Random) -> int:
     maker = Maker(drawn, token=TOKEN)
     run = RunHandshake(run_name="run", pid=1, ranks=2)
-    worker = WorkerHandshake(TRAINER, pid=1, inbox="trainer-0")
     for _ in range(LENGTH):
         address = maker.address()
         acts: list[Callable[[], object]] = [
@@ -114,9 +113,6 @@ def handshake(drawn: random.Random) -> int:
             partial(run.on_ready, address, _of(maker, m.Ready)),
             partial(run.leave, address),
             partial(run.detail, address),
-            worker.hello,
-            partial(worker.on_welcome, _of(maker, m.Welcome)),
-            partial(worker.ready, "ready"),
         ]
         with suppress(HandshakeError):
             drawn.choice(acts)()

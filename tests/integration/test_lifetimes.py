@@ -207,7 +207,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "layers": (build, "build_layers"),
     "gates": (build, "build_gates"),
     "memory": (build, "host_bound"),
-    "the link": (links, "WorkerHandshake"),
+    "the link": (links, "Address"),
     "its inbox": (links.Network, "inbox"),
     "the engine": (build, "Engine"),
     "joining": (Link, "join"),

@@ -32,11 +32,11 @@ from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter, clear, merge
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading
-from protocol.handshake import HandshakeError
 from protocol.quiet import rate_limited
 from workers.coordinate.coordinator_state import CoordinatorState
 from workers.coordinate.fleet import Commands
 from workers.coordinate.gauges import Gauges
+from workers.coordinate.handshake import HandshakeError
 from workers.coordinate.heartbeats import BEAT_S
 from workers.coordinate.metrics_file import MetricsFile
 from workers.coordinate.nodes import Nodes
@@ -81,16 +81,7 @@ def main() -> int:
         Network(arguments.socket_dir, token=token, address=COORDINATOR) as network,
     ):
         trace = TraceWriter(arguments.run_dir, COORDINATOR, EVERY_STEP if arguments.trace else NO_STEP)
-        coordinator = Coordinator(
-            network,
-            nodes,
-            state,
-            metrics,
-            trace,
-            run_dir=Path(arguments.run_dir),
-            life_fd=arguments.life_fd,
-            kept=kept,
-        )
+        coordinator = Coordinator(network, nodes, state, metrics, trace, life_fd=arguments.life_fd, kept=kept)
         say_ready(arguments.ready_fd, "coordinating")
         if arguments.again:
             coordinator.ask_all()
@@ -115,7 +106,7 @@ class Metrics:
     """The files of records: metrics.jsonl for the trainer of rank 0, metrics-1.jsonl and so on for the others."""
 
     def __init__(self, run_dir: str) -> None:
-        self._folder = Path(run_dir)
+        self.folder = Path(run_dir)
         self._files: dict[int, MetricsFile] = {}
         self._failing: set[int] = set()
         with suppress(OSError):
@@ -151,7 +142,7 @@ class Metrics:
 
     def _of(self, rank: int) -> MetricsFile:
         if rank not in self._files:
-            self._files[rank] = MetricsFile(metrics_file(self._folder, rank))
+            self._files[rank] = MetricsFile(metrics_file(self.folder, rank))
         return self._files[rank]
 
     def close(self) -> None:
@@ -170,11 +161,9 @@ class Coordinator:
         metrics: Metrics,
         trace: TraceWriter,
         *,
-        run_dir: Path,
         life_fd: int,
         kept: dict[int, Commands] | None,
     ) -> None:
-        self._run_dir = run_dir
         self._network, self._nodes, self._state, self._metrics, self._trace = network, nodes, state, metrics, trace
         self._inbox = network.inbox()
         self._inbox.watch_descriptor("the launcher", life_fd)
@@ -348,7 +337,7 @@ class Coordinator:
                 self._keep()
             case BeginTrace():
                 self._state.no_timeline = ""
-                clear(self._run_dir)
+                clear(self._metrics.folder)
                 self._trace.begin(EVERY_STEP)
             case EndTrace():
                 self._trace.begin(NO_STEP)
@@ -358,7 +347,7 @@ class Coordinator:
         """On a thread: it may take seconds. The launcher does it again at the end of the run."""
         try:
             with self._writing_trace:
-                merge(self._run_dir)
+                merge(self._metrics.folder)
         except OSError as error:
             self._state.no_timeline = str(error)
             _log.warning("no timeline: %s", error)

@@ -15,9 +15,9 @@ from typing import Final
 
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
-from protocol.handshake import RunHandshake
 from protocol.placement import Places
 from workers.coordinate.fleet import Commands, Fleet, TrainerSeat
+from workers.coordinate.handshake import RunHandshake
 from workers.coordinate.heartbeats import Heartbeats
 from workers.coordinate.records import shown
 from workers.coordinate.tracing import Tracing

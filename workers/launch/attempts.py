@@ -20,13 +20,13 @@ FRUITLESS: Final = 2
 class Attempts:
     """`number` is that of the attempt that runs, from 1 to `most`."""
 
-    def __init__(self, restarts: int, *, step: int, checkpoints: Set[str]) -> None:
+    def __init__(self, restarts: int, step: int, checkpoints: Set[str]) -> None:
         self.number, self.most = 1, restarts + 1
         self._step, self._checkpoints = step, checkpoints
         self._fruitless = 0
 
     def refusal(
-        self, status: int, *, step: int, checkpoints: Set[str], is_recipe: bool, out_of_memory: bool
+        self, status: int, step: int, checkpoints: Set[str], *, is_recipe: bool, out_of_memory: bool
     ) -> str | None:
         """Why there is no further attempt, or None: then `number` is the next one's.
 

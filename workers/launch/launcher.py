@@ -1,12 +1,12 @@
 """The command `hytrain-cluster`. What it starts, `supervisor` supervises.
 
-hytrain-cluster RECIPE.yaml [--set a.b=v …]     trains a Hugging Face model on text
-hytrain-cluster script.py [argument …]          runs a user's own program as the trainer
-hytrain-cluster -m package.module [argument …]  the same, for a module
-hytrain-cluster --nproc-per-node N …            any of these on several ranks, through torchrun
-hytrain-cluster init [FILE]                     writes a recipe with every key
-hytrain-cluster doctor                          says what this machine can train, and how fast
-(python -m workers.launch.launcher --attach PID)       starts coordinator and optimizers for running processes
+hytrain-cluster RECIPE.yaml [--set a.b=v …]       trains a Hugging Face model on text
+hytrain-cluster script.py [argument …]            runs a user's own program as the trainer
+hytrain-cluster -m package.module [argument …]    the same, for a module
+hytrain-cluster --nproc-per-node N …              any of these on several ranks, through torchrun
+hytrain-cluster init [FILE]                       writes a recipe with every key
+hytrain-cluster doctor                            says what this machine can train, and how fast
+(python -m workers.launch.launcher --attach PID)  starts coordinator and optimizers for running processes
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self, TypedDict
+from typing import Final, Self
 
 import psutil
 
@@ -40,13 +40,6 @@ from workers.launch.torchrun import Job
 AGENT: Final = "torchrun"
 #: How often the seats are looked at once the process that started the cluster has left.
 SEAT_PERIOD_S: Final = 0.02
-
-
-class Reached(TypedDict):
-    """Where a run has got to."""
-
-    step: int
-    checkpoints: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +105,7 @@ class Supervisor:
         self._end_s, self._recipe_in = math.inf if end_s is None else end_s, recipe_in
         self._progress = run_folder.progress(self.run_dir)
         counts = {"TORCHELASTIC_RESTART_COUNT": "0", RESTARTS: "0"} if restarts else {}
-        attempts = Attempts(restarts, **self._reached())
+        attempts = Attempts(restarts, *self._reached())
         while True:
             if self.signals.first is not None:  # while the processes were started
                 return 128 + self.signals.first
@@ -128,17 +121,18 @@ class Supervisor:
                 self._start()
             counts = dict.fromkeys(counts, str(attempts.number - 1))
 
-    def _reached(self) -> Reached:
-        return {"step": run_folder.last_step(self.run_dir), "checkpoints": run_folder.progress(self.run_dir)[1]}
+    def _reached(self) -> tuple[int, frozenset[str]]:
+        """Where the run has got to: its last step, and its checkpoints."""
+        return run_folder.last_step(self.run_dir), run_folder.progress(self.run_dir)[1]
 
     def _report(self, end: End, attempts: Attempts) -> str | None:
         """Say which process has ended the attempt, and what follows. Returns why there is no further attempt."""
         assert end.dead is not None
-        reached, is_recipe = self._reached(), self._recipe_in is not None
+        (step, checkpoints), is_recipe = self._reached(), self._recipe_in is not None
         killed = end.status == 128 + signal.SIGKILL
         out_of_memory = killed and host.oom_kills() > self._oom_kills
-        refusal = attempts.refusal(end.status, **reached, is_recipe=is_recipe, out_of_memory=out_of_memory)
-        at = f" after step {reached['step']}" if reached["step"] else ""
+        refusal = attempts.refusal(end.status, step, checkpoints, is_recipe=is_recipe, out_of_memory=out_of_memory)
+        at = f" after step {step}" if step else ""
         how = f"{process.first_words(end.dead)}{at}"
         if end.dead.name == AGENT and end.dead.process.returncode >= 0:
             how = f"ranks have failed{at}"  # which ones, it has said

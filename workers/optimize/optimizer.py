@@ -30,7 +30,6 @@ from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Network, Outbox, PeerDied, PeerNotReading
-from protocol.handshake import WorkerHandshake
 from protocol.placement import Placement
 from workers import affinity
 from workers.optimize.arenas import Arenas, accept
@@ -88,14 +87,11 @@ class Server:
             return 0
 
     def _join(self) -> None:
-        address = self.network.address
-        handshake = WorkerHandshake(address, pid=os.getpid(), inbox=str(address))
-        self.coordinator.send(handshake.hello())
+        self.coordinator.send(m.Hello(pid=os.getpid(), inbox=str(self.network.address)))
         incoming = self.inbox.receive(WELCOME_TIMEOUT_S)
         if incoming is None or not isinstance(incoming.message, m.Welcome):
             raise ClusterTimeout(f"the coordinator answered Hello with {incoming}")
-        handshake.on_welcome(incoming.message)
-        self.coordinator.send(handshake.ready(self.pinning.describe_place()))  # each report has the thread count
+        self.coordinator.send(m.Ready(detail=self.pinning.describe_place()))  # each report has the thread count
 
     def introduce(self, attempt: int) -> None:
         """Tell another coordinator what the first one knew."""

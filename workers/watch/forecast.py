@@ -19,7 +19,7 @@ from hytrain.memory.visits import ring_bytes
 from hytrain.planner import Infeasible, LayerProfile, Limits, Profile
 from hytrain.step.offload import SLOTS
 from protocol import messages as m
-from protocol.handles import DTYPE_BYTES, EXACT, Precision
+from protocol.handles import DTYPE_BYTES, Precision
 from workers.planning import BESIDE_TRAINING, HORIZON_STEPS, MIN_GAIN, facts, sizes_of
 
 #: What training reaches of the speed of one large matrix product: 0.6 to 0.8 on H100 and H200 hosts, with 3 to 10 B
@@ -29,8 +29,6 @@ OF_PRODUCT: Final = 0.6
 LAYER_NUMEL: Final = 300_000_000
 #: The loss is taken of so many parts of the sequences, one after the other.
 LOSS_CHUNKS: Final = 8
-#: What a forecast is made for: exact state, and ever smaller ones.
-PRECISIONS: Final = (EXACT, Precision("bfloat16"), Precision("float8"), Precision("float8", "bfloat16"))
 
 
 @dataclass(frozen=True)

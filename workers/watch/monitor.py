@@ -43,7 +43,7 @@ from workers.exits import EXIT_USAGE
 from workers.watch import monitor_view as view
 from workers.watch import report, timeline, web
 from workers.watch.alerts import Alerts
-from workers.watch.observer import FIRST_S, Observer
+from workers.watch.observer import FIRST_S, Observer, followed
 from workers.watch.troubles import Snapshot
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
@@ -259,9 +259,9 @@ def _follow(
     as_json: bool,
     commands: Mapping[str, str | None],
 ) -> None:
-    shown, told = "{}", set[str]()  # the record before the first step, and what is wrong
+    told = set[str]()  # what is wrong
     alerts, running = Alerts(), list[subprocess.Popen[bytes]]()
-    for status in statuses:
+    for status, record in followed(statuses):
         snapshot = look(status)
         for alert in alerts.look(snapshot):
             if (command := commands[alert.kind]) is not None:
@@ -274,8 +274,7 @@ def _follow(
             if trouble.about not in told and not as_json:
                 print(trouble.text, flush=True)
         told = {trouble.about for trouble in snapshot.troubles}
-        if status.record != shown:
-            shown = status.record
+        if record is not None:
             print(view.record_json(status) if as_json else view.line(status), flush=True)
     for last in running:
         with suppress(subprocess.TimeoutExpired):

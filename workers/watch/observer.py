@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 import psutil
@@ -28,6 +29,16 @@ EVERY_S: Final = 2.0
 #: The first time is over sooner.
 FIRST_S: Final = 1.0
 _ASKED: Final = ("pid", "ppid", "name", "cpu_times", "cpu_num", "create_time")
+
+
+def followed(statuses: Iterable[m.Status]) -> Iterator[tuple[m.Status, str | None]]:
+    """Each status, and its record if that is new. Once the trainer has left, a status has the layers that it had."""
+    last, record = None, "{}"
+    for status in statuses:
+        if last is not None and last.layer_names and not status.layer_names:
+            status = replace(last, processes=status.processes)
+        is_new, last, record = status.record != record, status, status.record
+        yield status, record if is_new else None
 
 
 class Observer:

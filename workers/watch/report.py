@@ -92,9 +92,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _folder(wanted: str) -> Path:
-    for folder in (Path(wanted), run_folder.default() / wanted):
-        if (folder / "metrics.jsonl").is_file():
-            return folder.resolve()
+    if (folder := run_folder.containing("metrics.jsonl", wanted)) is not None:
+        return folder.resolve()
     raise ConfigError(f"{wanted} has no metrics.jsonl: give the folder of a run that has trained a step")
 
 

@@ -17,7 +17,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar, Final
@@ -37,6 +36,7 @@ from workers import run_folder
 from workers.watch import monitor_view as view
 from workers.watch import timeline
 from workers.watch.gantt_text import Drawing
+from workers.watch.observer import followed
 from workers.watch.troubles import Snapshot
 
 #: So many steps are in a curve.
@@ -160,22 +160,18 @@ class Screen(App[None]):
 
     @work(thread=True, group="feed")
     def _follow(self) -> None:
-        last, drawn_s, new, record = None, -math.inf, list[dict[str, Any]](), "{}"
+        last, drawn_s, new = None, -math.inf, list[dict[str, Any]]()
         shown = set[float | None]()  # when the records were made that came before
         drawn, has_looked = None, False
         try:
-            for status in self._statuses:
+            for status, record in followed(self._statuses):
                 if not self.is_running:
                     return
                 if last is None:
                     new = _so_far(status)
                     shown = {one.get("wall_time") for one in new}
-                if last is not None and last.layer_names and not status.layer_names:
-                    status = replace(last, processes=status.processes)  # the trainer has left: keep its last table
-                if status.record != record:
-                    record = status.record
-                    if (one := json.loads(record)).get("wall_time") not in shown:
-                        new.append(one)
+                if record is not None and (one := json.loads(record)).get("wall_time") not in shown:
+                    new.append(one)
                 last = status
                 if time.monotonic() - drawn_s >= REDRAW_S:
                     self.call_from_thread(self.show, self._look(status), new)

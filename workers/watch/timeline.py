@@ -353,9 +353,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _find(wanted: str) -> Path:
-    for path in (Path(wanted), Path(wanted) / FILE, run_folder.default() / wanted / FILE):
-        if path.is_file():
-            return path
+    if (path := Path(wanted)).is_file():
+        return path
+    if (folder := run_folder.containing(FILE, wanted)) is not None:
+        return folder / FILE
     raise ConfigError(f"{wanted} has no {FILE}: draw some steps with hytrain-monitor {wanted} --trace 8, while it runs")
 
 

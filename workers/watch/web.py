@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -33,6 +32,7 @@ from protocol import messages as m
 from protocol.metrics import METRICS
 from workers.watch import monitor_view as view
 from workers.watch import report, story, timeline
+from workers.watch.observer import followed
 from workers.watch.troubles import Snapshot
 
 if TYPE_CHECKING:
@@ -81,14 +81,11 @@ class Feed:
     def follow(self, statuses: Iterable[m.Status]) -> None:
         """Take statuses until there are no more, since the run has ended, or until told to stop."""
         try:
-            for status in statuses:
+            for status, record in followed(statuses):
                 if self.stops:
                     return
-                known = self.status
-                if known is not None and known.layer_names and not status.layer_names:
-                    status = replace(known, processes=status.processes)  # the trainer has left: keep its last numbers
-                if status.record != "{}" and (known is None or status.record != known.record):
-                    self._records.append((self.count + 1, status.record))
+                if record is not None:
+                    self._records.append((self.count + 1, record))
                     self.count += 1
                 self.status = status
                 if time.monotonic() - self._seen_s >= EVERY_S:

@@ -1,15 +1,12 @@
-"""How a process joins a run: Hello, Welcome, Ready. Two state machines without I/O.
+"""Who has joined a run, and who is ready; pure. `CoordinatorState` asks.
 
-    worker        NEW ──hello()──▶ GREETED ──Welcome──▶ WELCOMED ──ready()──▶ READY
-    coordinator   absent ──Hello──▶ joined ──Ready──▶ ready            one entry for each address
+    absent ──Hello──▶ joined ──Ready──▶ ready            one entry for each address
 
-A step out of order raises a `HandshakeError` that names the current phase. A worker sends READY only after it was
-constructed successfully. A process that waits for READY notices a failed start by the worker's death.
+A worker sends Ready only after it was constructed successfully. A process that waits for it notices a failed start by
+the worker's death.
 """
 
 from __future__ import annotations
-
-from enum import Enum, auto
 
 from protocol.address import Address
 from protocol.messages import Hello, Ready, Welcome
@@ -19,39 +16,8 @@ class HandshakeError(RuntimeError):
     """A process sent a message that its phase of the handshake does not allow."""
 
 
-class Phase(Enum):
-    NEW = auto()
-    GREETED = auto()
-    WELCOMED = auto()
-    READY = auto()
-
-
-class WorkerHandshake:
-    """The joining process's side."""
-
-    def __init__(self, address: Address, *, pid: int, inbox: str) -> None:
-        self._address, self._pid, self._inbox = address, pid, inbox
-        self.phase = Phase.NEW
-
-    def hello(self) -> Hello:
-        self._step(Phase.NEW, Phase.GREETED, "hello")
-        return Hello(pid=self._pid, inbox=self._inbox)
-
-    def on_welcome(self, welcome: Welcome) -> None:
-        self._step(Phase.GREETED, Phase.WELCOMED, f"Welcome to {welcome.run_name!r}")
-
-    def ready(self, detail: str) -> Ready:
-        self._step(Phase.WELCOMED, Phase.READY, "ready")
-        return Ready(detail=detail)
-
-    def _step(self, before: Phase, after: Phase, event: str) -> None:
-        if self.phase is not before:
-            raise HandshakeError(f"{self._address}: {event} while {self.phase.name}, needs {before.name}")
-        self.phase = after
-
-
 class RunHandshake:
-    """The coordinator's side: which processes have joined, and which are ready."""
+    """Which processes have joined, and which are ready."""
 
     def __init__(self, *, run_name: str, pid: int, ranks: int) -> None:
         self._ranks = ranks
