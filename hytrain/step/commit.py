@@ -29,8 +29,6 @@ from hytrain.step.masters import Masters
 from protocol.messages import Counted, StepBegin
 from protocol.rules import Hyper
 
-Groups = tuple[Hyper, ...]
-
 _TOO_LATE: Final = (
     "the learning rate, or another value in opt.param_groups, was set between backward and step(), but the updates "
     "began in backward, with the values of that time: set them before backward, or after opt.step(), as schedulers do "
@@ -50,7 +48,7 @@ class Commit:
         boundary: Boundary,
         *,
         host: Backend | None,
-        read_groups: Callable[[], Groups],
+        read_groups: Callable[[], tuple[Hyper, ...]],
     ) -> None:
         self._layers, self._parameters, self._link = common.layers, common.parameters, common.link
         self._transfers, self._meter, self._health = common.transfers, common.meter, common.health

@@ -40,7 +40,7 @@ from hytrain.step.autograd import in_backward
 from hytrain.step.backward import Backward
 from hytrain.step.blocks import Blocks
 from hytrain.step.boundary import Boundary
-from hytrain.step.commit import Commit, Groups
+from hytrain.step.commit import Commit
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
 from hytrain.step.gradient import RoundTrip
@@ -64,6 +64,7 @@ from protocol.messages import (
     TraceNext,
     WeightsReady,
 )
+from protocol.rules import Hyper
 
 FAILURE_GRACE_S: Final = 2.0
 
@@ -87,7 +88,7 @@ class Engine:
         plans: PlanBook,
         transfers: Transfers,
         host: Backend | None,
-        read_groups: Callable[[], Groups],
+        read_groups: Callable[[], tuple[Hyper, ...]],
         gpu_room: Callable[[], Room | None],
         host_free: Callable[[], int | None],
         hold_bytes: int,
