@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Final
 
 from torch import Tensor
 
-from hytrain.errors import ConfigError, UnsupportedError
+from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.tensors import local
 from protocol.rules import MOMENTS, AdamWHyper, Hyper, LionHyper, MuonHyper, SGDHyper
 
@@ -78,6 +78,18 @@ class Algorithm:
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
         """The hyperparameters of a group."""
         return self.of(group).read(group)
+
+    def current(self, groups: Sequence[Mapping[str, Any]]) -> tuple[Hyper, ...]:
+        """The hyperparameters that groups have now. Raises `UsageError` for some that cannot be."""
+        for group in groups:
+            algorithm = self.of(group)
+            try:
+                algorithm.check_kinds(group)
+            except (ConfigError, UnsupportedError) as error:
+                raise UsageError(f"in opt.param_groups, {error}") from None
+            if not algorithm.betas_fit(group):
+                raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
+        return tuple(map(self.hyper, groups))
 
     def rule(self, group: Mapping[str, Any]) -> str:
         """The rule that updates the parameters of a group."""

@@ -187,14 +187,7 @@ class Groups:
                 "opt.param_groups has other parameters than it was made with: add some with add_param_group, freeze "
                 "some with requires_grad_(False), or make the optimizer anew"
             )
-        for group in groups:
-            try:
-                algorithm.of(group).check_kinds(group)
-            except (ConfigError, UnsupportedError) as error:
-                raise UsageError(f"in opt.param_groups, {error}") from None
-            if not algorithm.of(group).betas_fit(group):
-                raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
-        hypers = tuple(map(algorithm.hyper, groups))
+        hypers = algorithm.current(groups)
         if [hyper.rule for hyper in hypers] != self.rules:
             raise UsageError(algorithm.rule_changed)
         return hypers

@@ -139,9 +139,7 @@ class Session:
     def _hook(self, undo: contextlib.ExitStack, gates: list[tuple[Any, Gate]]) -> None:
         """Connect the model to the engine. `undo` gets what undoes that."""
         engine, parameters = self.engine, self.parameters
-        detach = hooks.attach(
-            self._site.model, gates, parameters, engine=engine, reads=engine.reads, backward=engine.backward
-        )
+        detach = hooks.attach(self._site.model, gates, parameters, engine=engine)
 
         def unhook() -> None:
             for known in parameters:

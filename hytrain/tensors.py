@@ -36,11 +36,14 @@ def untraced() -> Iterator[None]:
 
 
 def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor. Their module takes a second to import: without it, there is none."""
-    if type(tensor) is Tensor:
-        return False
+    """Whether it is a DTensor."""
+    return type(tensor) is not Tensor and isinstance(tensor, _dtensors())
+
+
+def _dtensors() -> Any:
+    """Their class. Its module takes a second to import: without it, there are none."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return () if module is None else module.DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -121,11 +124,14 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
-def has_own_storage(tensor: Tensor) -> bool:
-    """Whether its storage has its elements and no others, and memory that can be freed and allocated again."""
-    storage = tensor.untyped_storage()
-    is_shared = storage.device.type == "cpu" and storage.is_shared()  # with other processes
-    return storage.nbytes() in (0, tensor.nbytes) and storage.resizable() and not is_shared
+def has_own_storage(*tensors: Tensor) -> bool:
+    """Whether each one's storage has its elements and no others, and memory that can be freed and allocated again."""
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        is_shared = storage.device.type == "cpu" and storage.is_shared()  # with other processes
+        if storage.nbytes() not in (0, tensor.nbytes) or not storage.resizable() or is_shared:
+            return False
+    return True
 
 
 def storage_of(tensor: Tensor) -> int:
@@ -157,13 +163,15 @@ def saves_with_other_hooks() -> bool:
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    kind = _dtensors()
     with torch._C.DisableTorchFunctionSubclass():
-        return [local(tensor).data_ptr() for tensor in tensors]
+        return [(tensor._local_tensor if isinstance(tensor, kind) else tensor).data_ptr() for tensor in tensors]
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
+    kind = _dtensors()
     with torch._C.DisableTorchFunctionSubclass():
-        return [version(tensor) for tensor in tensors]
+        return [version(tensor) if isinstance(tensor, kind) else tensor._version for tensor in tensors]
 
 
 def same_address(one: Tensor, other: Tensor) -> bool:
@@ -208,14 +216,31 @@ def has_kept_gradient(parameter: Tensor) -> bool:
     return of_gradient > _ALONE[0] or of_base > _ALONE[1]
 
 
-def allocate(tensor: Tensor) -> None:
-    """Give its storage memory again, from the current stream's pool. Raises `torch.OutOfMemoryError`."""
-    tensor.untyped_storage().resize_(tensor.nbytes)
+def has_gradient_of_its_own(parameter: Tensor, own: Tensor) -> bool:
+    """Whether a plain gradient is in `p.grad` alone, and the parameter still has `own`'s memory."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if type(parameter.grad) is not Tensor or parameter.data_ptr() != own.data_ptr():
+            return False
+        return not has_kept_gradient(parameter)
 
 
-def free(tensor: Tensor) -> None:
-    """Free its storage's memory. All who share the storage lose it, and have it again after `allocate`."""
-    tensor.untyped_storage().resize_(0)
+def allocate(*tensors: Tensor) -> None:
+    """Give their storages memory again, from the current stream's pool.
+
+    All of them, or none: raises `torch.OutOfMemoryError`.
+    """
+    for index, tensor in enumerate(tensors):
+        try:
+            tensor.untyped_storage().resize_(tensor.nbytes)
+        except torch.OutOfMemoryError:
+            free(*tensors[:index])
+            raise
+
+
+def free(*tensors: Tensor) -> None:
+    """Free their storages' memory. All who share a storage lose it, and have it again after `allocate`."""
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
 
 
 @contextmanager

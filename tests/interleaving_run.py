@@ -59,7 +59,7 @@ from hytrain.options import Options
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.trace import NO_STEP, TraceWriter
-from hytrain.step import backward, boundary, engine, handover, offload
+from hytrain.step import boundary, device, engine, handover, offload
 from hytrain.step.accumulation import Accumulation
 from protocol import messages as m
 from protocol.address import Address
@@ -120,7 +120,7 @@ class Run:
                 mock.patch.object(boundary, "time", time),
                 mock.patch.object(visits, "SLOT_NUMEL", TILE),
                 mock.patch.object(offload, "SLOTS", 1),
-                mock.patch.object(backward.Backward, "_visits_after_backward", self._put_off),
+                mock.patch.object(device.DeviceUpdates, "_visits_after_backward", self._put_off),
             ):
                 self.engine = self._make_engine()
                 self.world.step = lambda: self.engine.steps
@@ -235,7 +235,7 @@ class Run:
                 engine.reads.enter(self.gates[layer.lid])
             else:  # not the module is called, its parameters are read
                 for segment in layer.segments:
-                    engine.reads.use(segment.owner.parameter)
+                    engine.uses.use(segment.owner.parameter)
                     views.append(segment.owner.parameter.detach())  # as autograd does
             self.streams.compute.run(self.world.reading(layer))
             if is_called and layer.block is not None:
@@ -243,7 +243,7 @@ class Run:
                 left.append(layer)
         for layer in reversed(entered):
             if layer in left:
-                engine.reads.enter_backward(self.gates[layer.lid])
+                engine._blocks.enter_backward(self.gates[layer.lid])
             read: Callable[[], None] | None = self.world.reading(layer)
             for segment in reversed(layer.segments):
                 if rng.random() < 0.9:
@@ -268,7 +268,7 @@ class Run:
 
         self.streams.compute.run(backward)
         expected.before[step], expected.due = expected.due, written_in(step)
-        self.engine.backward.on_gradient(known)
+        self.engine.backward.on_gradient(known, known.parameter)
 
 
 def random_layers(

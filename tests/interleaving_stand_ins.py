@@ -67,7 +67,7 @@ class Streams:
         numbers = count()
         self.clock: Any = HostClock()
         self.traffic = Traffic()
-        self.clock.mark = lambda offload_weights=None: 1e-3 * next(numbers)
+        self.clock.mark = lambda: 1e-3 * next(numbers)
         self.pinned: dict[int, int] = {}
         self._world, self._pause = world, world.scheduler.pause
         self.compute, self.out, self.into, self.state = (Stream(world.scheduler) for _ in range(4))

@@ -21,16 +21,15 @@ from interleaving_stand_ins import Coordinator, Mortal, Planner, Streams, Visits
 from interleaving_world import Violation, World
 from variants import slow
 
+from hytrain.memory.planes import ArenaPlanes, Moving
 from hytrain.memory.transfer import Transfer
 from hytrain.model.lifecycle import Event, InvalidTransition, LayerLife, State
-from hytrain.model.trained import TrainedLayer
 from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
 from hytrain.step import handover
-from hytrain.step.backward import Backward
 from hytrain.step.boundary import Boundary
+from hytrain.step.gradient import RoundTrip
 from hytrain.step.handover import Handover
 from hytrain.step.offload import Offload
-from hytrain.step.reads import Reads
 from protocol import messages as m
 from protocol.placement import Placement
 from workers.optimize.update_queue import Tile, UpdateQueue
@@ -133,37 +132,37 @@ def trusts_verdicts(real: Any, queue: UpdateQueue, message: m.Verdict) -> Any:
     return real(queue, m.Verdict(step=message.step, scale=1.0, skipped=False))
 
 
-def reads_the_first_bank(real: Any, backward: Backward, done: m.WeightsReady) -> None:
-    real(backward, replace(done, banks=(0,) * len(done.banks)))
+def reads_the_first_bank(real: Any, trip: RoundTrip, done: m.WeightsReady) -> None:
+    real(trip, replace(done, banks=(0,) * len(done.banks)))
 
 
-def hands_over_the_first_bank(real: Any, moves: Handover, layer: TrainedLayer) -> None:
-    layer.arena.banks = (0,) * len(layer.arena.banks)
-    real(moves, layer)
+def hands_over_the_first_bank(real: Any, moving: Moving, arena: ArenaPlanes, streams: Any) -> None:
+    arena.banks = (0,) * len(arena.banks)
+    real(moving, arena, streams)
 
 
 def takes_over_the_first_bank(real: Any, queue: UpdateQueue, lid: int, banks: tuple[int, ...]) -> None:
     real(queue, lid, (0,) * len(banks))
 
 
-def copies_unasked(real: Any, backward: Backward, draft: Any) -> m.Message:
+def copies_unasked(real: Any, trip: RoundTrip, draft: Any) -> m.Message:
     """The copy in follows right after GradReady, while the optimizer writes."""
-    message: m.Message = real(backward, draft)
+    message: m.Message = real(trip, draft)
     if isinstance(message, m.GradReady):
-        banks = backward._layers[message.lid].arena.banks
-        backward.on_weights_ready(m.WeightsReady(step=message.step, lid=message.lid, banks=banks))
+        banks = trip._layers[message.lid].arena.banks
+        trip.on_weights_ready(m.WeightsReady(step=message.step, lid=message.lid, banks=banks))
     return message
 
 
-def hears_once(real: Any, backward: Backward, done: m.WeightsReady) -> None:
+def hears_once(real: Any, trip: RoundTrip, done: m.WeightsReady) -> None:
     """What was copied unasked is not copied again."""
-    if backward._layers[done.lid].life.state is State.UPDATING:
-        real(backward, done)
+    if trip._layers[done.lid].life.state is State.UPDATING:
+        real(trip, done)
 
 
 def awaits_no_update(real: Any, moves: Handover, *arguments: Any, **parts: Any) -> None:
     real(moves, *arguments, **parts)
-    moves._reads = SimpleNamespace(wait_for=nothing)  # type: ignore[assignment]
+    moves._trip = SimpleNamespace(wait_for=nothing)  # type: ignore[assignment]
 
 
 def refuses_no_placement(real: Any, life: LayerLife, placement: Placement) -> None:
@@ -175,12 +174,13 @@ def reads_state_at_once(real: Any, moves: Handover, step: int) -> None:
     real(moves, step)
     assert moves._move is not None
     for layer in moves._move.coming:
-        moves.state_in(layer)
+        assert layer.moving is not None
+        layer.moving.start(layer.arena, moves._transfers)
 
 
-def reads_state_once(real: Any, moves: Handover, layer: TrainedLayer) -> None:
-    if layer.moving is not None and layer.moving.arrival is None:
-        real(moves, layer)
+def reads_state_once(real: Any, moving: Moving, arena: ArenaPlanes, streams: Any) -> None:
+    if moving.arrival is None:
+        real(moving, arena, streams)
 
 
 def places_before_the_copy(real: Any, moves: Handover, *arguments: Any, after: Any = None, **others: Any) -> None:
@@ -239,13 +239,13 @@ def sends_back_at_once(real: Any, streams: Streams, copies: Any) -> Transfer:
 
 
 UNGUARDED: Patch = (LayerLife, "on", lawless)
-NO_WAIT: Patch = (Reads, "wait_for", nothing)
+NO_WAIT: Patch = (RoundTrip, "wait_for", nothing)
 NO_PATIENCE: Patch = (Handover, "__init__", awaits_no_update)
 PLACED: Patch = (LayerLife, "place", refuses_no_placement)
 ANY_NUMBER: Patch = (Progress, "sent", nothing)
 UNJUDGED: list[Patch] = [ANY_NUMBER, (UpdateQueue, "tile_done", announces_unjudged)]
-TO_BEGIN: list[Patch] = [(Handover, "begin", reads_state_at_once), (Handover, "state_in", reads_state_once)]
-UNASKED: list[Patch] = [(Backward, "on_departure", copies_unasked), (Backward, "on_weights_ready", hears_once)]
+TO_BEGIN: list[Patch] = [(Handover, "begin", reads_state_at_once), (Moving, "start", reads_state_once)]
+UNASKED: list[Patch] = [(RoundTrip, "on_departure", copies_unasked), (RoundTrip, "on_weights_ready", hears_once)]
 LEFTOVERS = "I1: an update on another's leftovers"
 
 
@@ -290,8 +290,8 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "announces half an update": ([ANY_NUMBER, (UpdateQueue, "tile_done", announces_half)], "I1|I2|I3"),
     "announces before the verdict": (UNJUDGED, "I1|I2|I3|WEIGHTS_READY"),
     "undoes nothing": ([(UpdateQueue, "verdict", trusts_verdicts)], "I1"),
-    "reads the first bank": ([(Backward, "on_weights_ready", reads_the_first_bank)], "I1: the copy of an update"),
-    "hands over the first bank": ([(Handover, "state_in", hands_over_the_first_bank)], "I1|I3"),
+    "reads the first bank": ([(RoundTrip, "on_weights_ready", reads_the_first_bank)], "I1: the copy of an update"),
+    "hands over the first bank": ([(Moving, "start", hands_over_the_first_bank)], "I1|I3"),
     "takes over the first bank": ([(UpdateQueue, "take_over", takes_over_the_first_bank)], "I1"),
     "overwrites gradients": ([NO_WAIT, UNGUARDED, (World, "reading", lambda *arguments: nothing)], "I1|I2"),
     "copies weights unasked": (UNASKED, "I1|I2"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -28,9 +28,10 @@ class HostClock:
     """Marks are readings of the monotonic clock, in seconds."""
 
     runs_ahead = False
+    mark: Callable[[], Mark] = staticmethod(time.monotonic)
 
-    def mark(self, stream: Stream = None) -> Mark:
-        return time.monotonic()
+    def mark_on(self, stream: Stream) -> Mark:
+        return self.mark()
 
     def passed(self, mark: Mark) -> bool:
         return True
@@ -59,10 +60,13 @@ class CudaClock:
         self._idle: torch.cuda.Stream | None = None
         self._anchor: tuple[Mark, float] | None = None
 
-    def mark(self, stream: Stream = None) -> Mark:
-        """On the current stream, unless another one is given."""
+    def mark(self) -> Mark:
+        """On the current stream."""
+        return self.mark_on(torch.cuda.current_stream(self._device))
+
+    def mark_on(self, stream: torch.cuda.Stream) -> Mark:
         event = self._event()
-        event.record(stream or torch.cuda.current_stream(self._device))
+        event.record(stream)
         return event
 
     def passed(self, mark: Mark) -> bool:

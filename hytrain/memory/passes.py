@@ -20,11 +20,12 @@ from hytrain.kernels.backend import Backend, Elements
 from hytrain.kernels.orthogonal import WORK_BYTES, orthogonalized
 from hytrain.kernels.scalars import Scalars, muon_step
 from hytrain.kernels.torch_backend import TorchBackend
-from hytrain.tensors import address
+from hytrain.tensors import addresses
 from protocol.handles import STATE_PLANES, plane_dtype
 from protocol.messages import Segment
 from protocol.rules import MOMENTS, ON_DEVICE, MuonHyper
 
+_NAMES: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 #: For each rule, where its moments are among `STATE_PLANES`.
 _MOMENTS_AT: Final = {rule: tuple(map(STATE_PLANES.index, planes)) for rule, planes in MOMENTS.items()}
 
@@ -44,9 +45,10 @@ class Pass:
         """Whether the segment's weights are in `weights`."""
         return "remainder" in self.uses
 
-    def on(self, state: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Of a segment's `STATE_PLANES`, those that the pass uses."""
-        return [plane if name in self.uses else None for name, plane in zip(STATE_PLANES, state, strict=True)]
+    def on(self, state: Sequence[Tensor | None], part: slice = slice(None)) -> list[Tensor | None]:
+        """Of a segment's `STATE_PLANES`, or of a part of its elements, those that the pass uses."""
+        named = zip(STATE_PLANES, state, strict=True)
+        return [None if plane is None or name not in self.uses else plane[part] for name, plane in named]
 
     def run(
         self, state: Sequence[Tensor | None], host: Backend | None, verdict: Tensor | None, part: slice | None = None
@@ -58,7 +60,7 @@ class Pass:
         """
         start, remainder = 0 if part is None else part.start, state[0]
         weights, grads = (self.weights, self.grads) if part is None else (self.weights[part], self.grads[part])
-        has_remainder = self.writes_weights and plane_dtype("remainder", self.segment) is not None
+        has_remainder = "remainder" in self.uses and plane_dtype("remainder", self.segment) is not None
         assert (remainder is not None) is has_remainder, "or the weights would be rounded"
         moments = [moment for index in _MOMENTS_AT[self.segment.rule] if (moment := state[index]) is not None]
         elements = Elements.of(self.segment, start)
@@ -78,14 +80,16 @@ class Pass:
             return
         assert host is not None, "device cpu has a host backend"
         backend = _with_torch() if self.segment.rule in ON_DEVICE else host
+        here = [weights, grads, *moments] if remainder is None else [weights, grads, *moments, remainder]
+        to_weights, to_grads, *to_state = addresses(here)
         backend.update(
-            weights=address(weights),
-            grads=address(grads),
-            remainder=0 if remainder is None else address(remainder),
-            moments=tuple(map(address, moments)),
+            weights=to_weights,
+            grads=to_grads,
+            remainder=0 if remainder is None else to_state.pop(),
+            moments=tuple(to_state),
             numel=grads.numel(),
-            weights_dtype=_name(weights.dtype),
-            grads_dtype=_name(grads.dtype),
+            weights_dtype=_NAMES[weights.dtype],
+            grads_dtype=_NAMES[grads.dtype],
             scalars=self.scalars,
             state_dtype=self.segment.state_dtype,
             elements=elements,
@@ -119,7 +123,3 @@ def work_bytes(segments: Sequence[Segment]) -> int:
 def _with_torch() -> TorchBackend:
     """What updates on device "cpu" where the native backend has no kernel."""
     return TorchBackend(torch.get_num_threads())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -22,7 +22,7 @@ from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
 from hytrain.memory.arena import ArenaFile, Mapping
 from hytrain.memory.passes import passes
-from hytrain.memory.transfer import Fence, Transfer, Transfers
+from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
 from hytrain.tensors import count_write
 from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, check_handle, plane_dtype
 from protocol.messages import Segment
@@ -56,17 +56,23 @@ class ArenaPlanes:
             raise
         self._all: Mapping | None = None
         self._parts: dict[tuple[str, int], Tensor | None] = {}  # views of it, by bank and segment
+        self._states: dict[str, list[Tensor | None]] = {}  # those of the current banks, by plane
         self._mapping_all = threading.Lock()  # a handover maps on its own thread
         self._state_is_pinned = False
         self._pinning = threading.Lock()  # the same
         layout = file.layout
-        self.banks = (0,) * len(layout.handles["grads"])
         self.grads = self._views(self._shared, "grads")
         self._weights = [self._views(self._shared, bank_plane("weights", bank)) for bank in range(layout.banks)]
+        self.banks = (0,) * len(layout.handles["grads"])
 
     @property
-    def weights(self) -> list[Tensor]:
-        return [self._weights[bank][index] for index, bank in enumerate(self.banks)]
+    def banks(self) -> tuple[int, ...]:
+        return self._banks
+
+    @banks.setter
+    def banks(self, banks: tuple[int, ...]) -> None:
+        self._banks, self._states = banks, {}
+        self.weights = [self._weights[bank][index] for index, bank in enumerate(banks)]
 
     @property
     def file(self) -> ArenaFile:
@@ -81,7 +87,9 @@ class ArenaPlanes:
 
     def state(self, plane: str) -> list[Tensor | None]:
         """A state plane's segments, mapped at the first call. The optimizer must be done with the layer."""
-        return [self.part(plane, index) for index in range(len(self.banks))]
+        if plane not in self._states:
+            self._states[plane] = [self.part(plane, index) for index in range(len(self.banks))]
+        return self._states[plane]
 
     def part(self, plane: str, index: int) -> Tensor | None:
         """One segment of a state plane."""
@@ -147,6 +155,7 @@ class ArenaPlanes:
         """
         self.unpin_state()
         self._parts.clear()
+        self._states.clear()
         whole, self._all = self._all, None
         if whole is None or whole.release():
             start = self._file.layout.shared_nbytes
@@ -235,5 +244,18 @@ class Moving:
     fence: Fence
     arrival: Transfer | None = None
 
+    def start(self, arena: ArenaPlanes, transfers: Transfers) -> None:
+        """Copy the state in, after the optimizer's last update."""
+        self.arrival = transfers.state_in(state_copies(self.device, arena), self.fence)
+
 
 Planes = ArenaPlanes | DevicePlanes
+
+
+def state_copies(into: Planes, out_of: Planes) -> list[Copy]:
+    return [
+        (destination, source)
+        for plane in STATE_PLANES
+        for destination, source in zip(into.state(plane), out_of.state(plane), strict=True)
+        if destination is not None and source is not None
+    ]

@@ -12,10 +12,12 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import chain, pairwise
+from types import NoneType
 from typing import Final
 
 import torch
@@ -53,7 +55,7 @@ class Transfer:
 
 
 class Traffic:
-    """How many bytes are copied to the device and to host memory. Several threads copy."""
+    """How many bytes arrive on the device and in host memory. Several threads copy."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,11 +63,11 @@ class Traffic:
 
     def to_device(self, copies: Iterable[Copy]) -> None:
         with self._lock:
-            self._to_device += _nbytes(copies)
+            self._to_device += sum([destination.nbytes for destination, _ in copies])
 
     def to_host(self, copies: Iterable[Copy]) -> None:
         with self._lock:
-            self._to_host += _nbytes(copies)
+            self._to_host += sum([destination.nbytes for destination, _ in copies])
 
     def take(self) -> tuple[int, int]:
         """Bytes to the device and to host memory since the last call."""
@@ -75,13 +77,11 @@ class Traffic:
         return taken
 
 
-def _nbytes(copies: Iterable[Copy]) -> int:
-    """Gradients may be converted on their way, so what arrives counts."""
-    return sum(destination.nbytes for destination, _ in copies)
-
-
 class HostTransfers:
     """Copies for device "cpu", between parameters and planes in one machine's memory."""
+
+    #: The current stream: there is none.
+    stream: Callable[[], Stream] = staticmethod(NoneType)
 
     def __init__(self) -> None:
         self.clock, self.traffic = HostClock(), Traffic()
@@ -91,9 +91,6 @@ class HostTransfers:
 
     def unpin(self, start: int, nbytes: int) -> None:
         """Nothing was pinned."""
-
-    def stream(self) -> Stream:
-        return None
 
     def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
         """There are no streams."""
@@ -120,9 +117,9 @@ class HostTransfers:
     def _move(self, copies: Sequence[Copy]) -> Transfer:
         """Copy with memmove: torch's copy would start a second pool of OpenMP threads in the calling thread."""
         began = self.clock.mark()
-        assert all(destination.dtype == source.dtype for destination, source in copies), "bytes, not values"
-        ends = addresses([tensor for copy in copies for tensor in copy])
-        for (destination, _), into, out_of in zip(copies, ends[::2], ends[1::2], strict=True):
+        ends = addresses(chain.from_iterable(copies))
+        for (destination, source), into, out_of in zip(copies, ends[::2], ends[1::2], strict=True):
+            assert destination.dtype == source.dtype, "bytes, not values"
             ctypes.memmove(into, out_of, destination.nbytes)
         return Transfer(None, (began, self.clock.mark()))
 
@@ -148,12 +145,11 @@ class HostTransfers:
         return Transfer(None, (now, now))
 
     def stream_in(self, tensors: Sequence[torch.Tensor], copies: Sequence[Copy], *, after: Iterable[Fence]) -> Transfer:
-        _allocate(tensors)
+        allocate(*tensors)
         return self._in(copies)
 
     def free(self, tensors: Iterable[torch.Tensor], *, after: Iterable[Fence]) -> None:
-        for tensor in tensors:
-            free(tensor)
+        free(*tensors)
 
     def keep_for(self, stream: Stream, tensors: Iterable[torch.Tensor]) -> None:
         """Nobody else uses their memory."""
@@ -176,6 +172,8 @@ class CudaTransfers:
     def __init__(self, device: torch.device) -> None:
         self.clock, self.traffic = CudaClock(device), Traffic()
         self._device = device
+        #: The current stream. Autograd runs a gradient's hook on the stream that computed the gradient.
+        self.stream: Callable[[], Stream] = partial(torch.cuda.current_stream, device)
         self._out, self._state, self._visiting, self._window = (torch.cuda.Stream(device) for _ in range(4))
         self._saving, self._restoring = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in, self._fetching, self._returning = ([torch.cuda.Stream(device) for _ in range(2)] for _ in range(3))
@@ -203,10 +201,6 @@ class CudaTransfers:
         """Unregister host memory. This must come before its pages are freed: DMA would still use the old pages."""
         for first, _ in cut(start, nbytes):
             torch.cuda.cudart().cudaHostUnregister(first)
-
-    def stream(self) -> Stream:
-        """The current stream. Autograd runs a gradient's hook on the stream that computed the gradient."""
-        return torch.cuda.current_stream(self._device)
 
     def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
         """Make the current stream wait for `streams`, and keep the tensors that they have `made` alive for it."""
@@ -326,7 +320,7 @@ class CudaTransfers:
         """
         self.traffic.to_device(copies)
         with torch.cuda.stream(self._window):  # all such memory comes from this stream's pool, and goes back there
-            _allocate(tensors)
+            allocate(*tensors)
         self._stream_after(after)
         return self._copy(self._window, copies)
 
@@ -337,8 +331,7 @@ class CudaTransfers:
         give it to the driver, it waits for that stream alone.
         """
         self._stream_after(after)
-        for tensor in tensors:
-            free(tensor)
+        free(*tensors)
 
     def _stream_after(self, events: Iterable[Fence]) -> None:
         for event in events:
@@ -379,19 +372,6 @@ def _next(streams: list[torch.cuda.Stream]) -> torch.cuda.Stream:
     streams.reverse()
     streams[0].wait_stream(streams[1])
     return streams[0]
-
-
-def _allocate(tensors: Iterable[torch.Tensor]) -> None:
-    """All of them, or none: raises `torch.OutOfMemoryError`."""
-    made = []
-    try:
-        for tensor in tensors:
-            allocate(tensor)
-            made.append(tensor)
-    except torch.OutOfMemoryError:
-        for tensor in made:
-            free(tensor)
-        raise
 
 
 def _pieces(copies: Iterable[Copy]) -> Iterator[Copy]:

@@ -108,15 +108,16 @@ class Visits:
         with transfers.visit(read_later):
             for visit, each, part in self._pieces(visits):
                 slot = self._next_slot()
-                away = [None if plane is None else plane[part] for plane in each.on(visit.state)]
+                away = each.on(visit.state, part)
                 here = slot.planes(away)
                 pairs = [(h, a) for h, a in zip(here, away, strict=True) if h is not None and a is not None]
-                arrival = transfers.fetch(pairs, after=[one for one in (slot.returned, after) if one is not None])
+                assert slot.returned is not None, "of a slot that has begun"
+                arrival = transfers.fetch(pairs, after=[slot.returned] if after is None else [slot.returned, after])
                 transfers.land(arrival)
                 each.run(here, host, verdict, part)
                 home = visit.home if each.writes_weights else None
                 back = [] if home is None else [(home[part], each.weights[part])]
-                slot.returned = returned = transfers.send_back([*((a, h) for h, a in pairs), *back])
+                slot.returned = returned = transfers.send_back([*[(a, h) for h, a in pairs], *back])
                 after = None  # one stream fetches, in order
                 marks += [*arrival.span, *returned.span]
             updated = transfers.so_far()
@@ -134,7 +135,7 @@ class Visits:
         self.let_go()
         with self._lock:
             self._waiting.append((updated, grads, self._transfers.stream()))
-            self._waiting_bytes += sum(each.nbytes for each in grads)
+            self._waiting_bytes += sum([each.nbytes for each in grads])
             self._waited_bytes = max(self._waited_bytes, self.waiting_bytes)
 
     def puts_off(self, grads_bytes: int, weights_bytes: int = 0) -> bool:
@@ -193,7 +194,7 @@ class Visits:
 
     def _let_go(self) -> None:
         _, grads, _ = self._waiting.popleft()
-        self._waiting_bytes -= sum(each.nbytes for each in grads)
+        self._waiting_bytes -= sum([each.nbytes for each in grads])
 
     def _pieces(self, visits: Sequence[Visit]) -> Iterator[tuple[Visit, Pass, slice]]:
         """Each pass over each visit's elements, in pieces as large as a slot."""

@@ -69,23 +69,15 @@ class BlockLife:
     """The state of one block, and its pins. `planned`: the plan wants its weights to rest in host memory."""
 
     def __init__(self) -> None:
-        self.state, self.pins, self.planned = State.RESIDENT, Pin.NONE, True
+        self.pins, self.planned = Pin.NONE, True
         self._users = 0  # operations outside of its forward that use one of its weights right now
+        self._be(State.RESIDENT)
 
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether its weights rest in host memory."""
-        return self.state is not State.RESIDENT
-
-    @property
-    def is_present(self) -> bool:
-        """Whether its weights have memory on the GPU."""
-        return self.state is not State.AWAY
-
-    @property
-    def is_away(self) -> bool:
-        """Whether its current weights are in host memory alone."""
-        return self.state in (State.STALE, State.AWAY)
+    def _be(self, state: State) -> None:
+        self.state = state
+        self.is_offloaded = state is not State.RESIDENT  # its weights rest in host memory
+        self.is_present = state is not State.AWAY  # they have memory on the GPU
+        self.is_away = state in (State.STALE, State.AWAY)  # the current ones are in host memory alone
 
     def on(self, event: Event) -> None:
         """Apply an event. Raises `InvalidTransition`, and changes nothing, if it is not allowed."""
@@ -93,7 +85,7 @@ class BlockLife:
         if after is None or (event is Event.FREE and not self.may_leave(is_shared=False)):
             pins = "" if self.pins is Pin.NONE and not self._users else f", {self.pins}, in {self._users} operations"
             raise InvalidTransition(f"{event.name} while {self.state.name}{pins}")
-        self.state = after
+        self._be(after)
         if event is Event.OFFLOAD:
             self.pins &= Pin.HIDDEN
 

@@ -33,9 +33,9 @@ def replays(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> bo
     return False
 
 
-def will_be_written(gradient: Tensor) -> bool:
-    """Whether a replay may write this memory while the gradient is still read, as the compiler's graphs do."""
-    return gradient.is_cuda and "torch._inductor.cudagraph_trees" in sys.modules
+def may_write_again() -> bool:
+    """Whether a replay may write a gradient's memory on a GPU while it is still read, as the compiler's graphs do."""
+    return "torch._inductor.cudagraph_trees" in sys.modules
 
 
 def is_captured(tensor: Tensor) -> bool:

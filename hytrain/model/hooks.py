@@ -42,9 +42,10 @@ if TYPE_CHECKING:
     from hytrain.step.engine import Engine
     from hytrain.step.measure import Waited
     from hytrain.step.reads import Reads
+    from hytrain.step.uses import Uses
 
 
-T = TypeVar("T", bound="Reads | Backward | Engine")
+T = TypeVar("T", bound="Reads | Uses | Backward | Engine")
 
 #: The attributes in which a module keeps its hooks.
 _KEPT_IN: Final = [name for name in vars(nn.Module()) if "_hooks" in name]
@@ -98,11 +99,13 @@ class _Uncounted(UserDict[int, Any]):
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
 
 
-class BeforeForward(_Hook["Reads"]):
+class _GateHook(_Hook["Reads"]):
     def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
         super().__init__(reads)
         self._gate = gate
 
+
+class BeforeForward(_GateHook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
         reads = self.target
@@ -124,7 +127,7 @@ class BeforeEvaluation(BeforeForward):
             super().__call__(module, args)
 
 
-class OnGather(_Hook["Reads"]):
+class OnGather(_GateHook):
     """Reads the shards of one of FSDP2's groups. Its parameters stay watched, since no module reads them.
 
     After a forward that no backward followed (evaluation), FSDP2 gathers some group again at the end of the next
@@ -132,8 +135,7 @@ class OnGather(_Hook["Reads"]):
     """
 
     def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
-        super().__init__(reads)
-        self._gate = gate
+        super().__init__(reads, gate)
         self._again: TrainedLayer | None = None
         self._gathered: Callable[[], None] | None = None
         self._waited: Waited | None = None  # for updates, in a training step's forward
@@ -171,12 +173,8 @@ class OnGather(_Hook["Reads"]):
             reads.use_gathered(self._gate, self._arrived, waited)
 
 
-class AfterForward(_Hook["Reads"]):
+class AfterForward(_GateHook):
     """Forward hook of a module with a gate, also after an exception: from here on, uses are watched again."""
-
-    def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
-        super().__init__(reads)
-        self._gate = gate
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -207,18 +205,18 @@ class AfterRoot(_Hook["Reads"]):
             reads.leave_root(output)
 
 
-class BeforeUse(_Hook["Reads"]):
+class BeforeUse(_Hook["Uses"]):
     """Called when a watched parameter is used."""
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if (reads := self.target) is not None:
-            reads.use(parameter)
+        if (uses := self.target) is not None:
+            uses.use(parameter)
 
     def around(self, parameter: torch.Tensor) -> AbstractContextManager[Any]:
-        return nullcontext() if (reads := self.target) is None else reads.around_use(parameter)
+        return nullcontext() if (uses := self.target) is None else uses.around(parameter)
 
     def away(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return None if (reads := self.target) is None else reads.away(parameter)
+        return None if (uses := self.target) is None else uses.away(parameter)
 
 
 class OnGradient(_Hook["Backward"]):
@@ -231,7 +229,7 @@ class OnGradient(_Hook["Backward"]):
         backward = self.target
         if backward is not None and self._parameter is not None:
             with unwatched():
-                backward.on_gradient(self._parameter)
+                backward.on_gradient(self._parameter, tensor)
 
 
 class BeforeStateDict(_Hook["Engine"]):
@@ -245,7 +243,7 @@ class BeforeLoadStateDict(_Hook["Engine"]):
         if (engine := self.target) is not None:
             engine.before_load("model.load_state_dict()")
             engine.synchronize()
-            engine.reads.forget_copies()
+            engine.uses.forget_copies()
 
 
 class _OursLeftOut:
@@ -290,11 +288,10 @@ def _dictionaries(module: nn.Module) -> Iterable[OrderedDict[int, Any]]:
 
 def _gate_of_first_layer(encoder: nn.TransformerEncoder, gates: list[tuple[Any, Gate]]) -> Gate:
     """A gate for the encoder's forward, which looks at its first layer's parameters. Empty if another covers them."""
-    inside, first = {id(module) for module in encoder.layers[0].modules()}, Gate()
-    for reader, gate in gates:
-        if id(reader) in inside:
-            first.layers += gate.layers
-            first.parameters += gate.parameters
+    inside = {id(module) for module in encoder.layers[0].modules()}
+    covered = [gate for reader, gate in gates if id(reader) in inside]
+    first = Gate([layer for gate in covered for layer in gate.layers])
+    first.parameters = [known for gate in covered for known in gate.parameters]
     return first
 
 
@@ -304,10 +301,9 @@ def attach(
     parameters: list[TrainedParameter],
     *,
     engine: Engine,
-    reads: Reads,
-    backward: Backward,
 ) -> Callable[[], None]:
     """Register all hooks. Returns a function that removes them, which does not keep the model."""
+    reads = engine.reads
     if "torch._dynamo" in sys.modules:  # code compiled before would call only the hooks of that time
         torch.compiler.reset()
     hooks: list[_Hook[Any]] = []
@@ -346,8 +342,8 @@ def attach(
             hang(root.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
             hang(root.register_forward_hook, AfterRoot(reads), always_call=True)
         for known in parameters:
-            hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(backward, known))
-        hooks.append(before_use := BeforeUse(reads))
+            hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine.backward, known))
+        hooks.append(before_use := BeforeUse(engine.uses))
         watched = {kind: watched_class(kind, before_use) for kind in {type(known.parameter) for known in parameters}}
         for known in parameters:
             known.watch_with(watched[type(known.parameter)])

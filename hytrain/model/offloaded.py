@@ -42,6 +42,8 @@ def _offloaded(gate: Gate) -> OffloadedBlock:
     gate.block = block
     for layer in gate.layers:
         layer.block = block
+    for known in block.parameters:
+        known.block = block
     return block
 
 

@@ -24,12 +24,11 @@ from hytrain.memory.transfer import Copy, Fence, Transfer
 from hytrain.model import graphs
 from hytrain.model.block_life import BlockLife, Pin
 from hytrain.model.consumed import ConsumedGradient
-from hytrain.model.lifecycle import Event, LayerLife, State
+from hytrain.model.lifecycle import LayerLife, State
 from hytrain.model.summed import Sum, summed
 from hytrain.tensors import (
     address,
     addresses,
-    count_write,
     distributed,
     flat,
     has_kept_gradient,
@@ -67,7 +66,8 @@ class TrainedParameter:
     which it had a gradient. `awaited` says that its last update has been waited for, so that it may be read.
     `shared_in`: a backward before which its module was called several times. `own` is an alias of the storage that
     HyTrain writes. `found` was autograd's version counter at construction. `version` is the counter's value while
-    nobody else writes the parameter, or None if other tensors share the counter.
+    nobody else writes the parameter, or None if other tensors share the counter. `block` is its block, if that may be
+    offloaded.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class TrainedParameter:
         self._plain: type = type(parameter)
         self._watched: type = type(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
+        self.block: OffloadedBlock | None = None
 
     def restore(self, count: int) -> None:
         """Its state, with which it has had so many updates, is loaded."""
@@ -110,15 +111,9 @@ class TrainedParameter:
         self._parameter = lambda: None
 
     def watch_with(self, watched: type) -> None:
-        """From now on `watch` gives the parameter the class `watched`, and `unwatch` its present one."""
+        """The parameter's class is `watched` from now on, and its present one while a gate's module runs."""
         self._plain, self._watched = type(self.parameter), watched
-        self.watch()
-
-    def watch(self) -> None:
-        self.parameter.__class__ = self._watched
-
-    def unwatch(self) -> None:
-        self.parameter.__class__ = self._plain
+        self.parameter.__class__ = watched
 
     def values(self) -> Tensor:
         """This rank's part of its current weights on the CPU, in its shape, once all updates were waited for."""
@@ -140,11 +135,6 @@ class TrainedParameter:
             segment = layer.segments[index]
             segment.weights.data = segment.part(elements)
 
-    def was_written(self) -> bool:
-        """Whether others have written the parameter since the last update."""
-        parameter = self._parameter()
-        return parameter is not None and self.version is not None and version(parameter) != self.version
-
     def note_all_writes(self) -> None:
         if self.version is not None:
             self.version = version(self.parameter)
@@ -154,7 +144,7 @@ class TrainedParameter:
         if self.is_gone:
             return
         if self._watched is not self._plain:
-            self.unwatch()
+            self.parameter.__class__ = self._plain
         gradient = self.parameter.grad
         if gradient is self.consumed:
             self.parameter.grad = None
@@ -166,9 +156,11 @@ class TrainedParameter:
         parameter = self.parameter
         given = parameter.grad
         assert given is not None
-        total = summed(given)
-        gradient = local_like(given, parameter) if total is None else total.value()
-        if graphs.will_be_written(gradient):
+        gradient = given
+        if type(given) is not Tensor:
+            total = summed(given)
+            gradient = local_like(given, parameter) if total is None else total.value()
+        if gradient.is_cuda and graphs.may_write_again():
             gradient = gradient.clone()
         if gradient.is_contiguous() and self.own.is_contiguous():
             return gradient.view(-1)
@@ -189,38 +181,50 @@ class TrainedParameter:
         gradient = self.gradient() if total is None else total
         self.step, self.awaited = step, False
         self.count += 1
+        full = []
         for layer, index in self.places:
             layer.filled[index] = layer.segments[index].part(gradient)
             layer.streams.add(stream)
-        return [layer for layer, _ in self.places if len(layer.filled) == len(layer.segments)]
+            if len(layer.filled) == len(layer.segments):
+                full.append(layer)
+        return full
 
 
 def with_gradients(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
     """Those whose `p.grad` has a gradient that no update has consumed."""
-    return [known for known in parameters if (grad := known.parameter.grad) is not None and grad is not known.consumed]
+    there = _there(parameters).items()
+    return [known for known, tensor in there if (grad := tensor.grad) is not None and grad is not known.consumed]
 
 
 def first_consumed(parameters: Iterable[TrainedParameter]) -> TrainedParameter | None:
     """One whose `p.grad` stands for a gradient that an update has consumed."""
-    return next((known for known in parameters if known.parameter.grad is known.consumed), None)
+    for known, tensor in _there(parameters).items():
+        if tensor.grad is known.consumed:
+            return known
+    return None
 
 
-def moved(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
-    """Those with other storage than the one that HyTrain writes."""
+def changed(parameters: Iterable[TrainedParameter]) -> tuple[list[TrainedParameter], list[TrainedParameter]]:
+    """Those with other storage than the one that HyTrain writes, and those that others have `written`."""
     there = _there(parameters)
-    now, own = addresses([tensor for _, tensor in there]), addresses([known.own for known, _ in there])
-    return [known for (known, _), at, before in zip(there, now, own, strict=True) if at != before]
+    at = addresses([*there.values(), *[known.own for known in there]])
+    moved = [known for known, now, own in zip(there, at, at[len(there) :], strict=False) if now != own]
+    return moved, _written(there)
 
 
 def written(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
     """Those that others have written since their last update."""
-    there = _there(parameters)
-    now = versions([tensor for _, tensor in there])
-    return [known for (known, _), seen in zip(there, now, strict=True) if known.version not in (None, seen)]
+    return _written(_there(parameters))
 
 
-def _there(parameters: Iterable[TrainedParameter]) -> list[tuple[TrainedParameter, Tensor]]:
-    return [(known, tensor) for known in parameters if (tensor := known._parameter()) is not None]
+def _written(there: dict[TrainedParameter, Tensor]) -> list[TrainedParameter]:
+    return [
+        known for known, seen in zip(there, versions(there.values()), strict=True) if known.version not in (None, seen)
+    ]
+
+
+def _there(parameters: Iterable[TrainedParameter]) -> dict[TrainedParameter, Tensor]:
+    return {known: tensor for known in parameters if (tensor := known._parameter()) is not None}
 
 
 @dataclass(slots=True)
@@ -329,24 +333,6 @@ class TrainedLayer:
         """Allocate the layer's state on the GPU. Raises `torch.OutOfMemoryError`."""
         return DevicePlanes(self.spec.segments, self.weights, fresh=fresh)
 
-    def depart(self, step: int, *, awaits_verdict: bool) -> tuple[dict[int, Tensor], list[Copy] | None]:
-        """Begin an update. Returns the gradients by segment and, if the CPU updates, their copies into `grads`.
-
-        Unless it awaits a verdict, the CPU's update may write the weights from now on, so the write is counted here:
-        autograd then raises if this backward still reads a saved weight (as with `W` and `W.detach()` in one graph).
-        """
-        self.sent = tuple(s.owner.count if index in self.filled else 0 for index, s in enumerate(self.segments))
-        self.life.on(Event.FILLED, step)
-        gradients, self.filled, self.landing, self.source = self.filled, {}, None, None
-        self.streams.clear()
-        if self.life.placement.updates == "gpu":
-            return gradients, None
-        if not awaits_verdict:
-            count_write([segment.weights for segment, count in zip(self.segments, self.sent, strict=True) if count])
-            self.note_writes()
-        grads = self.arena.grads
-        return gradients, [(grads[index], gradient) for index, gradient in sorted(gradients.items())]
-
     def note_writes(self) -> None:
         """Expect one more version of each parameter that the update under way writes."""
         for segment, count in zip(self.segments, self.sent, strict=True):
@@ -387,13 +373,29 @@ class Gate:
         self.is_block = False
         self.entered_before = -1
         self.layers: list[TrainedLayer] = []
+        self.lids: tuple[int, ...] = ()
         self.parameters: list[TrainedParameter] = []
         for layer in layers:
             self.add(layer)
 
     def add(self, layer: TrainedLayer) -> None:
         self.layers.append(layer)
+        self.lids = (*self.lids, layer.lid)
         self.parameters += [segment.owner for segment in layer.segments]
+
+    def watch(self) -> None:
+        for known in self.parameters:
+            known.parameter.__class__ = known._watched
+
+    def unwatch(self) -> None:
+        for known in self.parameters:
+            known.parameter.__class__ = known._plain
+
+    def note_entered(self, *, before: int) -> None:
+        """Its module is called before this backward. If that is not the first time, gradients may come in parts."""
+        for parameter in self.parameters if self.entered_before == before else ():
+            parameter.shared_in = before
+        self.entered_before = before
 
 
 @dataclass(slots=True, eq=False)
@@ -405,7 +407,8 @@ class OffloadedBlock:
 
     `life`: where its weights are; `Offload` alone changes it. `is_pooled`: its memory is of the pool of fetched
     weights, not where the user has allocated it. `arrival`: the copy that brought it; `leaving`: copies out of it;
-    `computed`: where computations with it ended, on each stream.
+    `computed`: where computations with it ended, on each stream. `lacking` counts the gradients that are still to come
+    in the last `backward` that made one.
     """
 
     gate: Gate
@@ -415,6 +418,8 @@ class OffloadedBlock:
     arrival: Transfer | None = None
     leaving: list[Transfer] = field(default_factory=list)
     computed: dict[Stream, Fence] = field(default_factory=dict)
+    backward: int = -1
+    lacking: int = 0
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -432,17 +437,20 @@ class OffloadedBlock:
     @property
     def is_current_on_host(self) -> bool:
         """Whether no update of it is under way on the host."""
-        return all(layer.life.is_current or layer.landing is not None for layer in self.layers)
+        return all([layer.landing is not None or layer.life.is_current for layer in self.gate.layers])
 
     @property
     def may_leave(self) -> bool:
         """Whether nobody needs its memory on the GPU now, and nobody else can have a view of it."""
         if not self.life.may_leave(is_shared=False):
             return False
-        is_arriving = any(layer.is_arriving for layer in self.layers)  # its own writes are being counted right now
-        if any((known.was_written() and not is_arriving) or not known.is_in_place for known in self.parameters):
+        is_arriving = any(
+            [layer.is_arriving for layer in self.gate.layers]
+        )  # its own writes are being counted right now
+        moved, written = changed(self.parameters)
+        if moved or (written and not is_arriving):
             return False  # to be imported when the next step begins
-        if not all(has_own_storage(known.own) for known in self.parameters):
+        if not has_own_storage(*[known.own for known in self.parameters]):
             return False  # others have given it another one
         if not self.is_pooled and not all(copy.has_ended for copy in self.copies_out):
             return False  # whoever gets its memory next does not wait for them
@@ -455,7 +463,7 @@ class OffloadedBlock:
 
     @property
     def copies_out(self) -> list[Transfer]:
-        return [*self.leaving, *(layer.returned for layer in self.layers if layer.returned is not None)]
+        return [*self.leaving, *[layer.returned for layer in self.gate.layers if layer.returned is not None]]
 
     def is_left_by(self, copy: Transfer) -> None:
         """A copy out of its weights was started."""

@@ -27,8 +27,9 @@ from hytrain.memory.transfer import Transfers
 from hytrain.model.consumed import CONSUMED
 from hytrain.model.summed import SummedGradient, summed
 from hytrain.model.trained import TrainedParameter
+from hytrain.step.autograd import in_backward
 from hytrain.step.sums import DeviceSums, HostSums, Sums
-from hytrain.tensors import distributed, flat, laid_out, shaped
+from hytrain.tensors import distributed, flat, laid_out, shaped, version
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class _Sum:
             return
         more = flat(laid_out(gradient, self._parameter.own))
         self._fresh = self.take().add_(more)
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             self.put_back()
 
     def put_back(self) -> None:
@@ -223,6 +224,35 @@ class Accumulation:
             for parameter in self._sums.waiting():
                 self._forget(parameter)
         self._sums.close()
+
+
+class KeptGradients:
+    """A step's gradients in tensors that the loop keeps: it has set them as `p.grad`, and may read and write them.
+
+    HyTrain takes a copy, and consumes that long before `step()`. So what the loop writes after backward would be lost.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[TrainedParameter, Tensor, int]] = []  # with their versions at the end of backward
+
+    def copy_of(self, parameter: TrainedParameter) -> Tensor | None:
+        """A copy of the parameter's gradient, shape (numel,), if the loop keeps the tensor that has it; else None."""
+        if (kept := parameter.kept()) is None:
+            return None
+        self._kept.append((parameter, kept, 0))
+        return parameter.gradient().clone()
+
+    def end_backward(self) -> None:
+        """From now on, writes are lost."""
+        self._kept = [(parameter, gradient, version(gradient)) for parameter, gradient, _ in self._kept]
+
+    def written_since(self) -> TrainedParameter | None:
+        """A parameter whose tensor the loop has written after backward. Forgets them all."""
+        kept, self._kept = self._kept, []
+        return next((parameter for parameter, gradient, seen in kept if version(gradient) != seen), None)
+
+    def close(self) -> None:
+        self._kept.clear()
 
 
 def _keeps_graph() -> bool:

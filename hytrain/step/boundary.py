@@ -11,15 +11,10 @@ from collections.abc import Callable
 from typing import Final
 
 from hytrain.memory.capacity import Room
-from hytrain.memory.transfer import Traffic
-from hytrain.memory.visits import Visits
-from hytrain.model.trained import TrainedLayer
-from hytrain.run.link import Link
 from hytrain.run.ownership import PlanBook
 from hytrain.statistics import Statistics
-from hytrain.step.activations import Activations
+from hytrain.step.common import Common
 from hytrain.step.handover import Handover
-from hytrain.step.measure import Meter
 from protocol.messages import CoTrained, Plan, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
 from protocol.placement import Places
 
@@ -32,26 +27,19 @@ class Boundary:
 
     def __init__(
         self,
-        layers: list[TrainedLayer],
-        *,
-        link: Link,
+        common: Common,
         handover: Handover,
-        meter: Meter,
         plans: PlanBook,
+        *,
         gpu_room: Callable[[], Room | None],
         host_free: Callable[[], int | None],
-        skipped: Callable[[], int],
-        visits: Visits,
-        activations: Activations | None,
-        traffic: Traffic,
-        is_stage: bool,
     ) -> None:
         self.statistics = Statistics()
-        self._layers, self._link, self._handover = layers, link, handover
-        self._meter, self._plans, self._gpu_room, self._visits = meter, plans, gpu_room, visits
-        self._is_stage, self._host_free, self._skipped, self._traffic = is_stage, host_free, skipped, traffic
-        self._activations = activations
-        self._numels = [layer.spec.numel for layer in layers]
+        self._layers, self._link, self._meter, self._health = common.layers, common.link, common.meter, common.health
+        self._traffic, self._handover, self._plans, self._gpu_room = common.transfers.traffic, handover, plans, gpu_room
+        self._is_stage, self._host_free, self._visits = common.is_stage, host_free, common.visits
+        self._verdicts, self._activations = common.verdicts, common.activations
+        self._numels = [layer.spec.numel for layer in common.layers]
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
         self.loop_saves = False  # checkpoints, when it is asked to
@@ -72,7 +60,7 @@ class Boundary:
                 places=self._planned,
                 step=step,
                 moved=self.statistics.moved,
-                skipped=self._skipped(),
+                skipped=self._verdicts.skipped_by_now(),
                 draws=self._meter.draws,
             )
 
@@ -157,19 +145,20 @@ class Boundary:
         """Begin the handovers of a plan that is due. A plan that is not prepared yet is postponed (I3)."""
         began_s = time.monotonic()
         if self._plans.due(step) is not None and self._handover.is_prepared:
-            self._handover.begin(step)
+            with self._health.undivided("a handover of layers"):
+                self._handover.begin(step)
             self._handover_s = time.monotonic() - began_s
 
     def finish_plan(self, step: int) -> None:
         """Finish the handovers that `begin_plan` began, before the first gradient of `step`."""
-        began_s = time.monotonic()
-        done = self._handover.finish(step)
-        if done is None:
+        if not self._handover.is_begun:
             return
-        plan, moved = done
-        self._plans.settle()
-        self.statistics.moved += moved
-        self._applied(plan, step=step, moved=moved, handover_s=self._handover_s + time.monotonic() - began_s)
+        began_s = time.monotonic()
+        with self._health.undivided("a handover of layers"):
+            plan, moved = self._handover.finish(step)
+            self._plans.settle()
+            self.statistics.moved += moved
+            self._applied(plan, step=step, moved=moved, handover_s=self._handover_s + time.monotonic() - began_s)
 
     def _applied(self, plan: Plan, *, step: int, moved: int, handover_s: float) -> None:
         message = PlanApplied(plan_id=plan.plan_id, step=step, places=self._planned, moved=moved, handover_s=handover_s)

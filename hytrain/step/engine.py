@@ -1,10 +1,13 @@
 """The trainer's engine: composes the parts of one model's step.
 
-    reads      waits for weights before they are read  backward   gradients, and their updates
-    masters    weights written from outside            verdict    gradient norms: clip or skip a step
-    boundary   reports and plans between two steps     handover   moves layers between placements
+    backward   when a backward begins and ends         reads      waits for weights before modules read them
+    gradient   a gradient's way and its update's       uses       waits for other uses of parameters
+    commit     when a step's updates begin and end     blocks     weights and activations that come and go
+    device     updates on the device                   masters    weights written from outside
+    verdict    gradient norms: clip or skip a step     boundary   reports and plans between two steps
+                                                       handover   moves layers between placements
 
-No step ends with a barrier. `hooks` calls `reads` and `backward`, `link` delivers messages, `optim` calls the rest.
+No step ends with a barrier. `hooks` calls `reads`, `uses` and `backward`, `link` calls `gradient`, `optim` the rest.
 """
 
 from __future__ import annotations
@@ -25,25 +28,31 @@ from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter
-from hytrain.model.watched import unwatched
 from hytrain.options import Options
 from hytrain.run.link import Draft, Link
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.trace import TraceWriter
 from hytrain.statistics import Statistics
-from hytrain.step.accumulation import Accumulation, choose_sums
+from hytrain.step.accumulation import Accumulation, KeptGradients, choose_sums
 from hytrain.step.activations import Activations
-from hytrain.step.backward import Backward, Groups
+from hytrain.step.autograd import in_backward
+from hytrain.step.backward import Backward
+from hytrain.step.blocks import Blocks
 from hytrain.step.boundary import Boundary
+from hytrain.step.commit import Commit
+from hytrain.step.common import Common
+from hytrain.step.device import DeviceUpdates
+from hytrain.step.gradient import RoundTrip
 from hytrain.step.handover import Handover
 from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
 from hytrain.step.offload import Offload
-from hytrain.step.reads import Reads, in_backward
+from hytrain.step.reads import Reads
 from hytrain.step.scaling import LossScale
+from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
 from protocol.messages import (
     CoTrained,
@@ -55,6 +64,7 @@ from protocol.messages import (
     TraceNext,
     WeightsReady,
 )
+from protocol.rules import Hyper
 
 FAILURE_GRACE_S: Final = 2.0
 
@@ -78,7 +88,7 @@ class Engine:
         plans: PlanBook,
         transfers: Transfers,
         host: Backend | None,
-        read_groups: Callable[[], Groups],
+        read_groups: Callable[[], tuple[Hyper, ...]],
         gpu_room: Callable[[], Room | None],
         host_free: Callable[[], int | None],
         hold_bytes: int,
@@ -94,91 +104,60 @@ class Engine:
         hang_timeout_s: float = math.inf,
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
-        self._activations = activations
+        self._activations, self._accumulation = activations, accumulation
         self._steps_before = 0
         self._is_asked_to_save = False
         self._renew: Callable[[], bool] = lambda: False
         self._health = Health(updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
-        self._verdicts = Verdicts(
-            parameters, options, transfers, ranks=ranks, counted=counted, hints=layers[0].layout.banks == 2
-        )
-        self._accumulation = accumulation
+        hints = layers[0].layout.banks == 2
+        self._verdicts = Verdicts(parameters, options, transfers, ranks=ranks, counted=counted, hints=hints)
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()))
         # What awaits a verdict is planned for layer by layer, and without overlap nothing waits for visits.
         waits = options.overlap and not options.awaits_verdict
         self._offload = Offload(blocks, transfers, hold_bytes=hold_bytes if waits else 0)
         segments = [segment for layer in layers for segment in layer.spec.segments]
         self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)
-        self.reads = Reads(
-            layers,
-            parameters,
-            transfers=transfers,
-            health=self._health,
-            meter=self._meter,
-            offload=self._offload,
-            visits=self._visits,
-            activations=activations,
-            overlap=options.overlap,
-        )
-        self._masters = Masters(
-            parameters, transfers=transfers, health=self._health, reads=self.reads, offload=self._offload
-        )
-        self._offload.heed(self._masters.import_written, self._masters.sample_freed)
-        self._handover = Handover(
-            layers,
+        common = Common(
+            layers=layers,
+            parameters=parameters,
             link=link,
             transfers=transfers,
             health=self._health,
-            reads=self.reads,
-            visits=self._visits,
-            offload=self._offload,
-        )
-        self._boundary = Boundary(
-            layers,
-            link=link,
-            handover=self._handover,
             meter=self._meter,
-            plans=plans,
-            gpu_room=gpu_room,
-            host_free=host_free,
-            skipped=self._verdicts.skipped_by_now,
-            visits=self._visits,
-            activations=activations,
-            traffic=transfers.traffic,
-            is_stage=is_stage,
-        )
-        self.backward = Backward(
-            layers,
-            parameters,
-            link=link,
-            transfers=transfers,
-            host=host,
-            read_groups=read_groups,
-            overlap=options.overlap,
-            is_stage=is_stage,
-            health=self._health,
-            meter=self._meter,
-            reads=self.reads,
-            masters=self._masters,
             verdicts=self._verdicts,
             accumulation=accumulation,
-            handover=self._handover,
-            boundary=self._boundary,
+            kept=KeptGradients(),
             visits=self._visits,
             offload=self._offload,
+            activations=activations,
+            overlap=options.overlap,
+            is_stage=is_stage,
         )
+        self._device = DeviceUpdates(common, host)
+        self._trip = trip = RoundTrip(common, self._device)
+        self._blocks = Blocks(common, trip)
+        self.reads = Reads(common, trip, self._blocks)
+        self.uses = Uses(common, trip, self.reads, self._blocks)
+        self._masters = masters = Masters(common, self.reads, self.uses)
+        self._offload.heed(masters.import_written, masters.sample_freed)
+        self._handover = Handover(common, trip)
+        self._boundary = Boundary(common, self._handover, plans, gpu_room=gpu_room, host_free=host_free)
+        parts = self._device, masters, self._boundary
+        self._commit = Commit(common, trip, *parts, host=host, read_groups=read_groups)
+        self.backward = Backward(common, trip, self._commit, self.reads)
 
     def start(self, plan: Plan) -> None:
         try:
             self._boundary.start(plan)
             self._offload.start()
-        except ClusterError as error:
+        except ClusterError:
             health = self._health
             with health.changed:  # the optimizer's own error, if it sends one, says more than a closed socket
                 health.changed.wait_for(lambda: health.failure is not None, FAILURE_GRACE_S)
-            raise health.failure or error from error
+            health.check()
+            raise
 
     def begin_with(self, known: TrainedParameter, values: Tensor) -> None:
         """Before the first forward: the parameter's values, in its shape, for wherever its weights rest now."""
@@ -214,8 +193,9 @@ class Engine:
         self.backward.begin_by_hand()
         self.backward.end_outside()
         self._health.require(Event.STEP)
-        self._check_consumed()
-        if not self.backward.commit():
+        self._commit.check()
+        self.backward.begin_summed(by_step=True)
+        if not self._commit.commit():
             return
         life = self._health.life
         with self._health.undivided("the update of layers"):
@@ -228,11 +208,10 @@ class Engine:
         self._boundary.report(ended, self.steps)
         self._visits.lent_bytes = self._offload.for_visits_bytes  # from the next step on
         if (positions := self.reads.learned_order()) is not None:
-            self.backward.positions = positions
+            self._device.positions = positions
             for role in ("optimizer", "coordinator"):
                 self._link.post(role, PositionsLearned(positions=positions))
-        with self._health.undivided("a handover of layers"):
-            self._boundary.begin_plan(life.step)
+        self._boundary.begin_plan(life.step)
         if self.reads.is_traced:
             self.reads.synchronize()
         self._meter.leave_boundary()
@@ -251,42 +230,14 @@ class Engine:
         self.backward.end_outside()
         self.backward.begin_summed()
         if life.state is State.COMMITTED:
-            return self.backward.norm()
+            return self._commit.norm()
         return torch.zeros((), device=self._parameters[0].own.device)
-
-    def _check_consumed(self) -> None:
-        """Check that backward updated exactly the parameters that `torch.optim.AdamW` would update now."""
-        life = self._health.life
-        if life.state is State.SUMMED:  # no update has begun: what is in `p.grad` now is taken
-            return
-        if (written := self.backward.written_since()) is not None:
-            self._health.refuse(
-                f"the gradient of {written.name}, a tensor that was set as p.grad, was written between backward and "
-                "step(), when its update had begun: call backward in opt.no_sync(), so that updates begin in step()"
-            )
-        with unwatched():
-            found = [(known, known.parameter.grad) for known in self._parameters]
-        for parameter, gradient in found:
-            if gradient is parameter.consumed:
-                if life.state is State.IDLE:
-                    raise UsageError(
-                        "step() was called again without a backward: gradients that HyTrain has consumed are used "
-                        "once; call opt.zero_grad() after each opt.step()"
-                    )
-            elif gradient is not None:
-                self._health.refuse(f"the gradient of {parameter.name} was set by hand, where HyTrain cannot see it")
-            elif parameter.step == life.step:
-                self._health.refuse(
-                    f"the gradient of {parameter.name} was dropped between backward and step(), when its update had "
-                    "begun: call backward in opt.no_sync(), so that updates begin in step(); pass "
-                    'on_nonfinite="skip" to leave out steps, and freeze what is not to be trained'
-                )
 
     def add_gradients(self, gradients: Sequence[Tensor | None]) -> Transfer | None:
         """Add gradients that were computed elsewhere to the step's sums, as a backward that is not the last one.
 
         One for each parameter, in its shape and contiguous, in pinned host memory; None where it has none. Returns the
-        last copy out of that memory. Raises `UsageError` as a backward does.
+        last copy out of that memory, which ends after all others. Raises `UsageError` as a backward does.
         """
         return self.backward.add(gradients)
 
@@ -307,12 +258,12 @@ class Engine:
         self._health.require(Event.REGROUP, what=what)
 
     def on_departure(self, draft: Draft) -> Message:
-        return self.backward.on_departure(draft)
+        return self._trip.on_departure(draft)
 
     def on_message(self, message: Message) -> None:
         match message:
             case WeightsReady():
-                self.backward.on_weights_ready(message)
+                self._trip.on_weights_ready(message)
             case Plan():
                 self._boundary.on_plan(message)
             case Reassign():
@@ -380,10 +331,9 @@ class Engine:
             raise UsageError("synchronize() in a backward whose updates wait for the norm: call it after opt.step()")
         self._health.check()
         if not self._verdicts.awaited:
-            self.backward.update_held()  # in a backward, visits that are put off
+            self._device.update_held()  # in a backward, visits that are put off
         self.reads.synchronize()
-        with self._health.undivided("a handover of layers"):
-            self._boundary.finish_plan(step)
+        self._boundary.finish_plan(step)
         self._handover.await_copies()
         self._verdicts.count_last()
 
@@ -472,5 +422,6 @@ class Engine:
             self._activations.close()
         self._accumulation.close()
         self._verdicts.close()
-        self.backward.close()
+        self._device.close()
+        self._commit.close()
         self._meter.close()

@@ -24,15 +24,12 @@ import torch
 
 from hytrain.errors import CapacityError, ClusterError, HyTrainError
 from hytrain.memory.arena import ArenaFile
-from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, Planes
-from hytrain.memory.transfer import Copy, Transfer, Transfers
-from hytrain.memory.visits import Visits
+from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, state_copies
+from hytrain.memory.transfer import Copy, Transfer
 from hytrain.model.trained import TrainedLayer
-from hytrain.run.link import CLOSE_TIMEOUT_S, THREAD_PREFIX, Link
-from hytrain.step.health import Health
-from hytrain.step.offload import Offload
-from hytrain.step.reads import Reads
-from protocol.handles import STATE_PLANES
+from hytrain.run.link import CLOSE_TIMEOUT_S, THREAD_PREFIX
+from hytrain.step.common import Common
+from hytrain.step.gradient import RoundTrip
 from protocol.messages import AllocatePlanes, GiveUp, Plan, PlanesRefused, ReleasePlanes, TakeOver
 from protocol.placement import Placement
 
@@ -76,19 +73,9 @@ class _Move:
 class Handover:
     """Moves the layers of one model, one plan at a time: `prepare`, `begin`, `finish`."""
 
-    def __init__(
-        self,
-        layers: list[TrainedLayer],
-        *,
-        link: Link,
-        transfers: Transfers,
-        health: Health,
-        reads: Reads,
-        visits: Visits,
-        offload: Offload,
-    ) -> None:
-        self._layers, self._link, self._transfers = layers, link, transfers
-        self._health, self._reads, self._visits, self._offload = health, reads, visits, offload
+    def __init__(self, common: Common, trip: RoundTrip) -> None:
+        self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
+        self._health, self._trip, self._visits, self._offload = common.health, trip, common.visits, common.offload
         self._move: _Move | None = None
         self._departing: list[tuple[ArenaPlanes, Transfer]] = []
         self._thread: threading.Thread | None = None
@@ -225,6 +212,10 @@ class Handover:
     def is_prepared(self) -> bool:
         return self._move is not None and self._move.prepared
 
+    @property
+    def is_begun(self) -> bool:
+        return self._move is not None and self._move.begun
+
     def begin(self, step: int) -> None:
         """At a step boundary, start the copies of the prepared plan, which holds from `step` on. Does not wait."""
         move = self._move
@@ -240,7 +231,7 @@ class Handover:
             with self._health.changed:
                 layer.moving = Moving(move.devices.pop(layer.lid), fence)
                 if layer.landing is not None or layer.life.is_current:
-                    self.state_in(layer)
+                    layer.moving.start(layer.arena, self._transfers)
 
     def _leave(self, layer: TrainedLayer, move: _Move, step: int) -> None:
         """Copy to the arena what its next updater needs there, and place the layer."""
@@ -248,11 +239,11 @@ class Handover:
         assert before is not None, "a layer that takes part has a placement"
         arena = move.arenas.pop(layer.lid, None) or layer.arena
         if for_cpu:
-            self._reads.wait_for(layer)
+            self._trip.wait_for(layer)
         needs_weights = not layer.keeps_weights and (for_cpu or layer.block is not None)
         copies = _weights_copies(layer, arena) if needs_weights else []
         if before is not arena:
-            copies += _state_copies(arena, before)
+            copies += state_copies(arena, before)
         departure = self._transfers.state_out(copies)
         if not copies and layer.returned is not None:  # its state was on its way here from its last visit
             departure = layer.returned
@@ -265,22 +256,15 @@ class Handover:
             move.unpinned.append(arena)
         move.copies.append((arena, departure))
 
-    def state_in(self, layer: TrainedLayer) -> None:
-        """Copy a layer's state in, after the optimizer's last update. The caller holds `health.changed`."""
-        assert layer.moving is not None
-        copies = _state_copies(layer.moving.device, layer.arena)
-        layer.moving.arrival = self._transfers.state_in(copies, layer.moving.fence)
-
-    def finish(self, step: int) -> tuple[Plan, int] | None:
-        """Before the first gradient, place layers on the GPU. Returns the plan begun before, and its moves, if any."""
+    def finish(self, step: int) -> tuple[Plan, int]:
+        """Before the first gradient, place layers on the GPU. Returns the plan that was begun, and its moves."""
         move = self._move
-        if move is None or not move.begun:
-            return None
+        assert move is not None and move.begun, "begun"
         for layer in move.coming:
-            self._reads.wait_for(layer)  # its weights may not have been needed in this step's forward
+            self._trip.wait_for(layer)  # its weights may not have been needed in this step's forward
             if layer.block is not None and layer.rests_on_host:
                 for other in layer.block.layers:
-                    self._reads.wait_for(other)
+                    self._trip.wait_for(other)
                 try:
                     self._offload.settle(layer.block)
                 except torch.OutOfMemoryError:
@@ -294,7 +278,7 @@ class Handover:
             self._place(layer, move.plan, step, after=moving.arrival)
         move.coming = [layer for layer in move.coming if layer.life.placement.state == "gpu"]
         for layer in move.visiting:
-            self._reads.wait_for(layer)
+            self._trip.wait_for(layer)
             self._place(layer, move.plan, step)
         # Without room for its state on the GPU, a layer's weights stay where they are, too.
         stays = {
@@ -453,12 +437,3 @@ def _first_copies(layer: TrainedLayer, arena: ArenaPlanes, now: Placement) -> li
 
 def _weights_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
     return list(zip(arena.weights, layer.weights, strict=True))
-
-
-def _state_copies(into: Planes, out_of: Planes) -> list[Copy]:
-    return [
-        (destination, source)
-        for plane in STATE_PLANES
-        for destination, source in zip(into.state(plane), out_of.state(plane), strict=True)
-        if destination is not None and source is not None
-    ]

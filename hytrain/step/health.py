@@ -29,28 +29,22 @@ class Health:
         self.waits_for = ""  # what the user's thread is waiting for, in words
         self.life = StepLife()
         self.changed = threading.Condition()
-        self._failure: HyTrainError | None = None
-
-    @property
-    def failure(self) -> HyTrainError | None:
-        """A copy of the first one: what is raised keeps the frames that it comes through, and so the user's model."""
-        if self._failure is None:
-            return None
-        again = copy.copy(self._failure)
-        if self._failure.__cause__ is not None:
-            again.__cause__ = self._failure.__cause__
-        return again
+        self.failure: HyTrainError | None = None  # the first one
 
     def check(self) -> None:
-        if (failure := self.failure) is not None:
-            raise failure
+        """Raise a copy of the failure: what is raised keeps the frames that it comes through, and the user's model."""
+        if (failure := self.failure) is None:
+            return
+        again = copy.copy(failure)
+        if failure.__cause__ is not None:
+            again.__cause__ = failure.__cause__
+        raise again
 
     def require(self, event: Event, **facts: object) -> None:
         """Raise `UsageError` unless the step's life allows `event` now. `facts` fill in the sentence."""
         self.check()
-        if (refusal := self.life.refusal(event)) is None:
-            return
-        raise UsageError(refusal.sentence.format(**facts))
+        if (refusal := self.life.refusal(event)) is not None:
+            raise UsageError(refusal.sentence.format(**facts))
 
     def on(self, event: Event, **facts: object) -> State:
         """Apply `event`, and return the new state. Raises as `require` does."""
@@ -60,7 +54,7 @@ class Health:
     def fail(self, error: HyTrainError) -> None:
         """From now on every call raises `error`, or the failure that came before it."""
         with self.changed:
-            self._failure = self._failure or error
+            self.failure = self.failure or error
             self.changed.notify_all()
 
     def refuse(self, sentence: str, kind: type[HyTrainError] = UsageError) -> NoReturn:
@@ -70,7 +64,8 @@ class Health:
     def abort(self, error: HyTrainError) -> NoReturn:
         self.life.on(Event.BREAK)
         self.fail(error)
-        raise self.failure or error
+        self.check()
+        raise error
 
     @contextlib.contextmanager
     def undivided(self, what: str) -> Iterator[None]:
@@ -83,7 +78,7 @@ class Health:
 
     def end_in_child(self, error: HyTrainError) -> None:
         """Fail in a forked child. No other thread is left to notify or unlock the old condition."""
-        self.changed, self._failure = threading.Condition(), error
+        self.changed, self.failure = threading.Condition(), error
 
     def wait_for(self, happened: Callable[[], bool], what: str) -> None:
         """Sleep until `happened` is true. Raises a failure as soon as there is one, and `ClusterTimeout` in the end.
@@ -92,7 +87,7 @@ class Health:
         """
         self.waits_for, left_s = what, self._timeout_s
         with self.changed:
-            while not (done := self._failure is not None or happened()) and left_s > 0:
+            while not (done := self.failure is not None or happened()) and left_s > 0:
                 began_s = time.monotonic()
                 self.changed.wait(LOOK_S)
                 left_s -= min(time.monotonic() - began_s, LOOK_S)  # not the time in which this process was stopped

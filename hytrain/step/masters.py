@@ -17,12 +17,13 @@ from torch import Tensor
 from hytrain.errors import UsageError
 from hytrain.kernels.split import clear_remainder, fit_remainder
 from hytrain.memory.planes import ArenaPlanes
-from hytrain.memory.transfer import Copy, Transfer, Transfers
-from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter, moved, written
+from hytrain.memory.transfer import Copy, Transfer
+from hytrain.model.lifecycle import State
+from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter, changed
 from hytrain.model.watched import unwatched
-from hytrain.step.health import Health
-from hytrain.step.offload import Offload
+from hytrain.step.common import Common
 from hytrain.step.reads import Reads
+from hytrain.step.uses import Uses
 from hytrain.tensors import address, flat, laid_out, local
 
 SAMPLED: Final = 8
@@ -47,17 +48,9 @@ class Masters:
     `state_was_loaded`: a loaded state had remainders, and weights that are loaded before the next step belong to them.
     """
 
-    def __init__(
-        self,
-        parameters: list[TrainedParameter],
-        *,
-        transfers: Transfers,
-        health: Health,
-        reads: Reads,
-        offload: Offload,
-    ) -> None:
-        self._parameters, self._transfers = parameters, transfers
-        self._health, self._reads, self._offload = health, reads, offload
+    def __init__(self, common: Common, reads: Reads, uses: Uses) -> None:
+        self._parameters, self._transfers, self._health = common.parameters, common.transfers, common.health
+        self._reads, self._uses, self._offload = reads, uses, common.offload
         self.state_was_loaded = False
         self._next = 0
         self._samples: list[_Sample] = []
@@ -80,14 +73,19 @@ class Masters:
         Raises `UsageError` for a parameter that was written while its update was under way, and for one with storage
         that cannot be trained.
         """
-        if replaced := moved(self._parameters):
+        replaced, found = self._changed()
+        if replaced:
             self._follow(replaced)
-        if changed := [*self._written(), *replaced]:
-            self._import(changed, keep_remainder=self.state_was_loaded)
+        for known in found:
+            if not all(layer.life.is_current for layer, _ in known.places):
+                raise UsageError(f"{known.name} was written before its update: opt.synchronize() before writing")
+        if found or replaced:
+            self._import([*found, *replaced], keep_remainder=self.state_was_loaded)
 
     def begin_step(self) -> None:
         """Called before the step's updates begin."""
-        self._reads.require_unwritten_copies()
+        if self._uses.copies:
+            self._uses.require_unwritten_copies()
         self.import_written()
         if self.state_was_loaded:  # a loaded float16 master may belong to other weights than those that were here
             self._import([p for p in self._parameters if p.parameter.dtype is torch.float16], keep_remainder=True)
@@ -149,7 +147,8 @@ class Masters:
     def _compare(self) -> None:
         samples, self._samples = self._samples, []
         for sample in samples:
-            sample.copied.synchronize()
+            if sample.copied.done is not None:
+                sample.copied.synchronize()
             for known, landed, found in sample.looked_at:
                 if not torch.equal(landed.view(torch.uint8), found.view(torch.uint8)):
                     self._on_write(known, is_lost=sample.is_freed)
@@ -210,30 +209,25 @@ class Masters:
         for parameter in parameters:
             parameter.note_all_writes()
 
-    def _written(self) -> list[TrainedParameter]:
-        """The parameters that others have written, by autograd's version counter.
+    def _changed(self) -> tuple[list[TrainedParameter], list[TrainedParameter]]:
+        """The parameters with other storage, and those that others have written, by autograd's version counter.
 
         While weights are arriving, their own write may not be counted yet. Such a parameter is checked the next time.
-        Raises `UsageError` for a parameter that was written while its update was under way.
         """
         with self._health.changed, unwatched():
-            found = [
-                known for known in written(self._parameters) if not any(layer.is_arriving for layer, _ in known.places)
-            ]
-        for known in found:
-            if not all(layer.life.is_current for layer, _ in known.places):
-                raise UsageError(f"{known.name} was written before its update: opt.synchronize() before writing")
-        return found
+            replaced, written = changed(self._parameters)
+            return replaced, [known for known in written if not any(layer.is_arriving for layer, _ in known.places)]
 
 
 def _landed(layer: TrainedLayer) -> list[Tensor]:
     """The layer's weights on the host, of which those on the device are a copy; none if they are not that now."""
     source = layer.source
-    is_copy = isinstance(source, ArenaPlanes) and source is layer.planes and layer.life.is_current and _is_here(layer)
-    return source.weights if is_copy and isinstance(source, ArenaPlanes) else []
+    if not isinstance(source, ArenaPlanes) or source is not layer.planes or layer.life.state is not State.CURRENT:
+        return []
+    return source.weights if _is_here(layer) else []
 
 
 def _is_here(layer: TrainedLayer) -> bool:
     """Whether the layer's current weights are on the device, and not still on their way there."""
     block = layer.block
-    return not layer.is_away and (block is None or block.arrival is None or block.arrival.has_ended)
+    return block is None or (not block.life.is_away and (block.arrival is None or block.arrival.has_ended))

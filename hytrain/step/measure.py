@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from hytrain.memory.clock import Clock, Mark, Span, Stream
@@ -94,15 +95,15 @@ class StepMarks:
 
     def marks(self) -> Iterator[Mark]:
         """All marks: the step's own work, beginning with its first mark, then copies and all-gathers, then the end."""
-        forward = (
+        forward = [
             mark
             for index, (_, span) in enumerate(self.forward)
             for mark in chain(self.waited[index].marks() if index in self.waited else (), span)
-        )
-        backward = (mark for _, mark in self.backward)
-        copies = (mark for *_, span in self.spans for mark in span)
-        others = (mark for _, span in (*self.gathers, *self.fetched) for mark in span)
-        ends = (mark for mark in (self.began, self.left, self.entered, self.end) if mark is not None)
+        ]
+        backward = [mark for _, mark in self.backward]
+        copies = [mark for *_, span in self.spans for mark in span]
+        others = [mark for _, span in (*self.gathers, *self.fetched) for mark in span]
+        ends = [mark for mark in (self.began, self.left, self.entered, self.end) if mark is not None]
         return chain(forward, self.turns, backward, copies, others, ends)
 
 
@@ -180,7 +181,7 @@ class Meter:
 
     def mark(self, stream: Stream = None) -> Mark:
         """Leave a mark, for `forward`, on the current stream unless another one is given."""
-        return self._clock.mark(stream)
+        return self._clock.mark() if stream is None else self._clock.mark_on(stream)
 
     def forward(self, lids: tuple[int, ...], arrived: Mark, waited: Waited | None = None) -> None:
         """The module that has `arrived`, and reads layers `lids`, continues.
@@ -274,7 +275,7 @@ class Meter:
 
     def _passed(self, marks: StepMarks) -> bool:
         """Whether all of the step's work is done. Its copies may end after the step itself."""
-        return all(self._clock.passed(mark) for mark in reversed(list(marks.marks())))
+        return all(map(self._clock.passed, reversed(list(marks.marks()))))
 
     def _intervals(self, marks: StepMarks) -> list[Interval]:
         """The intervals between marks. A stall at a module's entry is attributed to the module's first layer."""
@@ -295,6 +296,7 @@ class Meter:
                 found += _without(whole._replace(kind="exposed_s"), [stall])
             found.append(stall)
         found += noticed
+        noticed.sort(key=_BEGAN)
         for (lids, (_, went)), (_, (arrived, _)) in pairwise(marks.forward):
             found += _without(interval("forward_s", lids, went, arrived), noticed)
         if marks.forward and marks.backward:
@@ -310,10 +312,13 @@ class Meter:
         if marks.turns:
             began_s = self._clock.seconds((first, marks.turns[-1]))
             waits = [wait for wait in waits if wait.began_s >= began_s]
+        coming = deque(sorted(waits, key=_BEGAN))
         for (before, mark), (lid, ended) in pairwise(marks.backward):
             whole = interval("backward_s", (lid,), mark, ended)
             after_s = updated_s.get(before, whole.began_s)
-            found += _without(whole._replace(began_s=after_s) if after_s <= whole.ended_s else whole, waits)
+            while coming and coming[0].ended_s <= whole.began_s:
+                coming.popleft()
+            found += _without(whole._replace(began_s=after_s) if after_s <= whole.ended_s else whole, coming)
         found += waits
         found += [interval("gather_s", lids, *span) for lids, span in marks.gathers if lids]
         return found + [interval(kind, lids, *span, step=step) for kind, lids, step, span in marks.spans]
@@ -323,9 +328,10 @@ class Meter:
         times: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         shared = [interval for interval in intervals if interval.kind not in ("gather_s", "exposed_s", "visit_s")]
         for interval in [*shared, *_visits(intervals)]:
-            total = sum(self._numels[lid] for lid in interval.lids)
-            for lid in interval.lids:
-                times[lid][interval.kind] += interval.duration_s * self._numels[lid] / total
+            kind, lids, duration_s = interval.kind, interval.lids, interval.duration_s
+            total = self._numels[lids[0]] if len(lids) == 1 else sum([self._numels[lid] for lid in lids])
+            for lid in lids:
+                times[lid][kind] += duration_s * self._numels[lid] / total
         self.stall_s, self.exposed_s = (
             sum(interval.duration_s for interval in intervals if interval.kind == kind)
             for kind in ("stall_s", "exposed_s")
@@ -344,7 +350,9 @@ class Meter:
             [("backward_s", backward[0], backward[-1]), ("after_s", backward[-1], marks.entered)] if backward else []
         )
         between += [("boundary_s", marks.entered, marks.end)]
-        holes = [one for one in drawn if TRACKS[one.kind][0] == "compute" and one.step == marks.step]
+        holes = sorted(
+            [one for one in drawn if TRACKS[one.kind][0] == "compute" and one.step == marks.step], key=_BEGAN
+        )
         found: list[Interval] = []
         for kind, began, ended in between:
             if began is not None and ended is not None:
@@ -386,11 +394,16 @@ class Meter:
         self._trace.span(track, name, began_s, ended_s, **args)
 
 
-def _without(whole: Interval, holes: list[Interval]) -> list[Interval]:
-    """What is left of an interval outside of others, in at least one part."""
+_BEGAN: Final = attrgetter("began_s")
+
+
+def _without(whole: Interval, holes: Iterable[Interval]) -> list[Interval]:
+    """What is left of an interval outside of others, in at least one part. They are given as they begin."""
     parts, began_s = [], whole.began_s
-    for hole in sorted(holes, key=lambda hole: hole.began_s):
-        if hole.began_s >= whole.ended_s or not hole.duration_s:
+    for hole in holes:
+        if hole.began_s >= whole.ended_s:
+            break
+        if hole.ended_s <= hole.began_s:
             continue
         if began_s < hole.began_s:
             parts.append(whole._replace(began_s=began_s, ended_s=hole.began_s))

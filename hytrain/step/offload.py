@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hytrain.errors import HyTrainError
 from hytrain.memory.transfer import Fence, Transfers
 from hytrain.model.block_life import Event, Pin, State
-from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter
+from hytrain.model.trained import OffloadedBlock, TrainedLayer, written
 from hytrain.model.watched import unwatched
 from hytrain.tensors import has_memory, storage_of, untraced
 from protocol.visiting import wider_by_bytes
@@ -42,6 +42,36 @@ def window_bytes(blocks: Sequence[OffloadedBlock]) -> int:
 Place = tuple[OffloadedBlock, bool]
 
 
+class Order:
+    """In which order blocks are needed: what came after a block in the step before comes after it again."""
+
+    def __init__(self, blocks: Sequence[OffloadedBlock]) -> None:
+        ways = [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
+        self._next: dict[Place, Place] = dict(zip(ways, ways[1:] + ways[:1], strict=True))
+        self.last: Place | None = None
+
+    def come_to(self, place: Place) -> None:
+        if self.last is not None and self.last != place:
+            self._next[self.last] = place
+        self.last = place
+
+    def after(self, place: Place) -> Place:
+        return self._next[place]
+
+    def soon(self, place: Place, room_bytes: int) -> list[OffloadedBlock]:
+        """The offloaded blocks that are needed from `place` on, in their order, as many as have room."""
+        soon = dict[OffloadedBlock, None]()
+        for _ in self._next:
+            block = place[0]
+            if block.life.is_offloaded and block not in soon:
+                if block.nbytes > room_bytes:
+                    break
+                soon[block] = None
+                room_bytes -= block.nbytes
+            place = self._next[place]
+        return list(soon)
+
+
 class Offload:
     """The offloaded blocks of one model, in forward order.
 
@@ -52,13 +82,10 @@ class Offload:
         self._import_written: Callable[[], None] = lambda: None
         self._before_free: Callable[[OffloadedBlock], None] = lambda block: None
         self._blocks, self._transfers = blocks, transfers
-        self._block_of = {id(known): block for block in blocks for known in block.parameters}
         self._window_bytes = window_bytes(blocks)
         self._wider_by_bytes = wider_by_bytes(hold_bytes, self._window_bytes // SLOTS)
         self.for_visits_bytes = 0
-        ways = [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
-        self._next: dict[Place, Place] = dict(zip(ways, ways[1:] + ways[:1], strict=True))
-        self._last: Place | None = None
+        self._order = Order(blocks)
         self._here = dict[OffloadedBlock, None]()  # those that rest in host memory and are on the GPU, too
         self._touched = set[OffloadedBlock]()  # by this step
         self._computing: deque[OffloadedBlock] = deque(maxlen=2)  # in backward: a node may need weights of two
@@ -104,12 +131,10 @@ class Offload:
         if not life.is_offloaded:
             return
         here = block, inside_backward
-        if self._last is not None and self._last != here:
-            self._next[self._last] = here
-        elif inside_backward and self._last == here and Pin.COMPUTES in life.pins and life.state is State.HERE:
+        if inside_backward and self._order.last == here and Pin.COMPUTES in life.pins and life.state is State.HERE:
             self._land(block)  # on another stream, perhaps
             return
-        self._last = here
+        self._order.come_to(here)
         if inside_backward:
             self._compute(block)
         else:
@@ -173,12 +198,13 @@ class Offload:
         if block.life.is_offloaded:
             self._rest(block, inside_backward=False)
 
-    def had_gradient(self, parameter: TrainedParameter) -> None:
+    def had_gradient(self, block: OffloadedBlock, backward: int) -> None:
         """A parameter's gradient of this backward was taken. After the last one, the block has computed."""
-        block = self._block_of.get(id(parameter))
-        if block is not None and block.life.is_offloaded:
-            if all(known.backward == parameter.backward for known in block.parameters):
-                self._rest(block, inside_backward=True)
+        if block.backward != backward:
+            block.backward, block.lacking = backward, len(block.parameters)
+        block.lacking -= 1
+        if block.lacking == 0 and block.life.is_offloaded:
+            self._rest(block, inside_backward=True)
 
     def end_backward(self) -> None:
         """Some blocks may lack gradients."""
@@ -209,7 +235,7 @@ class Offload:
             block.life.pin(Pin.VIEWED)
             block.life.unpin(Pin.VISIT)
             if not block.life.is_present:
-                self._free(other for other in list(self._here) if other is not block)
+                self._free([other for other in self._here if other is not block])
             self._bring(block)
             self._land(block)
 
@@ -223,25 +249,14 @@ class Offload:
             block.life.end_use()
             self.note_use(block)  # perhaps on a stream of the user's own
 
-    def note_view(self, block: OffloadedBlock) -> None:
-        """Somebody has got a view of its weights."""
-        block.life.pin(Pin.VIEWED)
+    def pin(self, block: OffloadedBlock, why: Pin) -> None:
+        """It must stay: a graph may need it until the step ends, somebody has a view of it, or its visit is put off."""
+        block.life.pin(why)
 
-    def hold(self, block: OffloadedBlock) -> None:
-        """A graph may need it until the step ends."""
-        block.life.pin(Pin.GRAPH)
-
-    def begin_update(self, layer: TrainedLayer) -> None:
-        """The CPU is about to update the layer in host memory."""
-        if layer.block is not None and layer.rests_on_host:
-            self._on(layer.block, Event.UPDATE)
-
-    def is_put_off(self, block: OffloadedBlock) -> bool:
-        """Whether it stays for a visit after backward."""
-        return Pin.VISIT in block.life.pins
-
-    def put_off(self, block: OffloadedBlock) -> None:
-        block.life.pin(Pin.VISIT)
+    def begin_update(self, block: OffloadedBlock) -> None:
+        """The CPU is about to update a layer of it in host memory."""
+        if block.life.is_offloaded:
+            self._on(block, Event.UPDATE)
 
     def end_in_child(self, error: HyTrainError) -> None:
         """In a forked child, what is in host memory is the parent's."""
@@ -265,10 +280,9 @@ class Offload:
         if layer.block is not None:
             layer.block.life.pin(Pin.HIDDEN)
 
-    def before_update(self, layer: TrainedLayer) -> None:
-        """The GPU is about to update the layer, perhaps long after its backward."""
-        block = layer.block
-        if block is not None and block.life.is_offloaded:
+    def before_update(self, block: OffloadedBlock) -> None:
+        """The GPU is about to update a layer of it, perhaps long after its backward."""
+        if block.life.is_offloaded:
             if not block.life.is_present:
                 self._make_room((block, False))
                 self._bring(block)
@@ -309,7 +323,7 @@ class Offload:
         if block in self._computing:
             self._computing.remove(block)
         self.note_use(block)
-        self._look_ahead(self._next[block, inside_backward])
+        self._look_ahead(self._order.after((block, inside_backward)))
 
     def _look_ahead(self, place: Place) -> None:
         """Free what will not be needed soon, then fetch what will be, as far as it is current in host memory."""
@@ -324,17 +338,9 @@ class Offload:
 
     def _make_room(self, place: Place) -> list[OffloadedBlock]:
         """Free all blocks but those that are needed from `place` on, which are returned in their order."""
-        soon, room = dict[OffloadedBlock, None](), self._window_bytes + self.for_visits_bytes
-        for _ in self._next:
-            block = place[0]
-            if block.life.is_offloaded and block not in soon:
-                if block.nbytes > room:
-                    break
-                soon[block] = None
-                room -= block.nbytes
-            place = self._next[place]
-        self._free(block for block in list(self._here) if block not in soon)
-        return list(soon)
+        soon = self._order.soon(place, self._window_bytes + self.for_visits_bytes)
+        self._free([block for block in self._here if block not in soon])
+        return soon
 
     def _free(self, blocks: Iterable[OffloadedBlock]) -> None:
         """Free those that may leave."""
@@ -378,11 +384,11 @@ class Offload:
         try:
             self._fetch(block)
         except torch.OutOfMemoryError:
-            if any(known.was_written() for other in self._blocks for known in other.parameters):
+            if written(known for other in self._blocks for known in other.parameters):
                 self._import_written()  # into host memory, so that their blocks may leave
             for other in self._here:
                 other.life.unpin(Pin.VISIT)  # it is fetched again
-            self._free(other for other in list(self._here) if other is not block)
+            self._free([other for other in self._here if other is not block])
             self._fetch(block)
 
     @untraced()
@@ -399,5 +405,5 @@ class Offload:
         self._on(block, Event.FETCH if is_current else Event.FETCH_EARLY)
 
     def _land(self, block: OffloadedBlock) -> None:
-        if block.arrival is not None:
+        if block.arrival is not None and block.arrival.done is not None:
             self._transfers.land(block.arrival)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hytrain
 from hytrain.errors import UsageError
-from hytrain.step.backward import Departure
+from hytrain.step.gradient import Departure
 
 STEPS, MICRO = 12, 3
 

@@ -43,7 +43,7 @@ from hytrain.model.trained import OffloadedBlock, TrainedLayer
 from hytrain.run.link import Link
 from hytrain.step import activations
 from hytrain.step.activations import Activations, Saved
-from hytrain.step.backward import Backward
+from hytrain.step.gradient import RoundTrip
 from hytrain.step.masters import Masters
 from hytrain.tensors import address
 from protocol.messages import TakeOver
@@ -364,7 +364,7 @@ def test_gradients_of_two_streams_are_waited_for(k: float, current: Current, mon
         parameter.register_post_accumulate_grad_hook(run_on)
     sent = []
 
-    def send(self: Backward, layer: TrainedLayer, stream: Stream) -> None:
+    def send(self: RoundTrip, layer: TrainedLayer, stream: Stream) -> None:
         gradients, (other,) = list(layer.filled.values()), set(current.streams) - {current.stream}
         assert layer.streams == set(current.streams), "a weight's and a bias's"
         before(self, layer, stream)
@@ -372,8 +372,8 @@ def test_gradients_of_two_streams_are_waited_for(k: float, current: Current, mon
         assert {id(gradient) for gradient in gradients} <= kept
         sent.append(layer.lid)
 
-    before = Backward._send
-    monkeypatch.setattr(Backward, "_send", send)
+    before = RoundTrip.send
+    monkeypatch.setattr(RoundTrip, "send", send)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.add(id(tensor)))
     with adamw(model, k=k) as opt:
         train(model, opt, range(2), square_loss)

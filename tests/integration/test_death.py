@@ -27,7 +27,7 @@ from small_models import perceptron, square_loss, vectors
 from hytrain.errors import ClusterError, WorkerDied
 from hytrain.run import link
 from hytrain.run.cluster import OBITUARY_S, STOP_TIMEOUT_S, PrivateCluster, has_ended
-from hytrain.step.backward import Departure
+from hytrain.step.gradient import Departure
 from protocol.messages import GradReady, TakeOver
 from workers.launch.cluster import RECORDS_GRACE_S, STOP_GRACE_S
 

@@ -21,8 +21,8 @@ from hytrain.errors import HyTrainError, UnsupportedError, UsageError
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
 from hytrain.model.trained import TrainedLayer
 from hytrain.step.engine import Engine
+from hytrain.step.gradient import RoundTrip
 from hytrain.step.handover import Handover
-from hytrain.step.reads import Reads
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
@@ -270,20 +270,20 @@ def test_a_handover_interrupted_before_its_end_ends_training_and_leaks_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first of two layers is the GPU's already when Ctrl-C comes; the leak check looks for its arena."""
-    finish, wait_for = Handover.finish, Reads.wait_for
+    finish, wait_for = Handover.finish, RoundTrip.wait_for
 
     def interrupted(self: Handover, step: int) -> Any:
         calls = 0
 
-        def second(reads: Reads, layer: TrainedLayer) -> None:
+        def second(trip: RoundTrip, layer: TrainedLayer) -> None:
             nonlocal calls
             calls += 1
             if calls == 2:
                 raise KeyboardInterrupt
-            wait_for(reads, layer)
+            wait_for(trip, layer)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Reads, "wait_for", second)
+            patch.setattr(RoundTrip, "wait_for", second)
             return finish(self, step)
 
     monkeypatch.setattr(Handover, "finish", interrupted)

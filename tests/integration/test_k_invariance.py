@@ -27,8 +27,8 @@ from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import HostTransfers
 from hytrain.model.trained import TrainedLayer
 from hytrain.recipe.fused import fuse
-from hytrain.step import backward, offload
-from hytrain.step.backward import Backward
+from hytrain.step import device, offload
+from hytrain.step.device import DeviceUpdates
 from workers.watch import monitor
 
 STEPS = 50
@@ -93,18 +93,16 @@ def test_any_k_gives_the_same_bits(choice: str, dtype: torch.dtype, monkeypatch:
 def test_visits_after_backward_give_the_same_bits(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """And blocks that wait for visits have more room. In forward order, as forward waits for them."""
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 1 << 30)
-    monkeypatch.setattr(
-        backward, "put_off", lambda turns: {turn.lid for turn in turns if turn.visit_s and turn.lid % 3}
-    )
-    orders, offloaded, update = defaultdict[int, list[int]](list), list[bool](), Backward._update_on_device
+    monkeypatch.setattr(device, "put_off", lambda turns: {turn.lid for turn in turns if turn.visit_s and turn.lid % 3})
+    orders, offloaded, visit = defaultdict[int, list[int]](list), list[bool](), DeviceUpdates._visit
 
-    def noted(of: Backward, layer: TrainedLayer, step: int, *others: Any, is_held: bool) -> None:
-        if is_held:
+    def noted(of: DeviceUpdates, layer: TrainedLayer, step: int, *others: Any) -> None:
+        if layer in [held[0] for held in of._held]:
             offloaded.append(layer.rests_on_host)
             orders[step].append(of.positions[layer.lid])
-        update(of, layer, step, *others, is_held=is_held)
+        visit(of, layer, step, *others)
 
-    monkeypatch.setattr(Backward, "_update_on_device", noted)
+    monkeypatch.setattr(DeviceUpdates, "_visit", noted)
     model = make(torch.bfloat16)
     with adamw(model, **options) as opt:
         train_and_prepare(model, opt, STEPS)
@@ -129,14 +127,14 @@ class Backwards(nn.Module):
 def test_visits_after_backward_go_in_the_order_that_forward_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or when `synchronize()` asks for all updates that backward has begun."""
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 1 << 30)
-    monkeypatch.setattr(backward, "put_off", lambda turns: {turn.lid for turn in turns})
-    made, update = list[str](), Backward._update_on_device
+    monkeypatch.setattr(device, "put_off", lambda turns: {turn.lid for turn in turns})
+    made, visit = list[str](), DeviceUpdates._visit
 
-    def noted(of: Backward, layer: TrainedLayer, *others: Any, is_held: bool) -> None:
+    def noted(of: DeviceUpdates, layer: TrainedLayer, *others: Any) -> None:
         made.append(layer.name)
-        update(of, layer, *others, is_held=is_held)
+        visit(of, layer, *others)
 
-    monkeypatch.setattr(Backward, "_update_on_device", noted)
+    monkeypatch.setattr(DeviceUpdates, "_visit", noted)
     model, expected = Backwards(), Backwards()
     with adamw(expected, k=1.0) as other:
         train(expected, other, range(6), square_loss)

@@ -39,9 +39,10 @@ from hytrain.model import layers
 from hytrain.model.block_life import Pin, State
 from hytrain.model.trained import TrainedParameter
 from hytrain.model.watched import unwatched
-from hytrain.step import backward, offload
+from hytrain.step import device, offload
+from hytrain.step.gradient import RoundTrip
 from hytrain.step.handover import Handover
-from hytrain.tensors import allocate
+from hytrain.tensors import allocate, free
 
 #: All weights of blocks, whoever updates them.
 OFFLOADED: list[dict[str, Any]] = [{"k": 0.0, "offload_weights": 1.0}, {"k": 0.0, "visit": 1.0, "offload_weights": 1.0}]
@@ -116,7 +117,7 @@ def test_weights_whose_visit_is_put_off_stay_until_forward(monkeypatch: pytest.M
     nbytes = [sum(parameter.nbytes for parameter in block.parameters()) for block in model]
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 4 * max(nbytes[1:3]))
     monkeypatch.setattr(offload, "wider_by_bytes", lambda *_: 0)
-    monkeypatch.setattr(backward, "put_off", lambda turns: later)
+    monkeypatch.setattr(device, "put_off", lambda turns: later)
     with adamw(model, k=0.0, visit=1.0, offload_weights=1.0) as opt:
 
         def put_off() -> list[int]:
@@ -287,11 +288,13 @@ class Full:
         self._opt, self._room, self.refused = opt, room, 0
         patch.setattr(transfer, "allocate", self._allocate)
 
-    def _allocate(self, tensor: Tensor) -> None:
-        if len(present(self._opt)) >= self._room:
-            self.refused += 1
-            raise torch.OutOfMemoryError
-        allocate(tensor)
+    def _allocate(self, *tensors: Tensor) -> None:
+        for index, tensor in enumerate(tensors):
+            if len(present(self._opt)) >= self._room:
+                self.refused += 1
+                free(*tensors[:index])
+                raise torch.OutOfMemoryError
+            allocate(tensor)
 
 
 def test_what_is_refused_between_backward_and_step_ends_nothing() -> None:
@@ -339,7 +342,7 @@ def test_on_a_full_device_weights_whose_visit_is_put_off_leave(monkeypatch: pyte
         train(expected, other, range(6), square_loss)
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 1 << 20)
     monkeypatch.setattr(offload, "wider_by_bytes", lambda *_: 0)
-    monkeypatch.setattr(backward, "put_off", lambda turns: {turn.lid for turn in turns})
+    monkeypatch.setattr(device, "put_off", lambda turns: {turn.lid for turn in turns})
     with adamw(model, k=0.0, visit=1.0, offload_weights=1.0) as opt:
         train(model, opt, range(3), square_loss)
         full = Full(opt, 4, monkeypatch)
@@ -676,12 +679,12 @@ def test_a_block_that_is_fetched_in_the_middle_of_an_update_comes_again(monkeypa
     """One of its layers is read outside of the model while another one's update is still under way."""
     monkeypatch.setattr(layers, "MIN_PIECE_NUMEL", 1)
     monkeypatch.setattr(layers, "MAX_PIECE_NUMEL", 100)
-    arrive, held = backward.Backward.on_weights_ready, list[tuple[Any, Any]]()
+    arrive, held = RoundTrip.on_weights_ready, list[tuple[Any, Any]]()
 
-    def arrives(of: backward.Backward, done: Any) -> None:
+    def arrives(of: RoundTrip, done: Any) -> None:
         held.append((of, done)) if done.lid in late else arrive(of, done)
 
-    monkeypatch.setattr(backward.Backward, "on_weights_ready", arrives)
+    monkeypatch.setattr(RoundTrip, "on_weights_ready", arrives)
     late = set[int]()
     ours, theirs = perceptron(), perceptron()
     reference = Reference(theirs, lr=LR)

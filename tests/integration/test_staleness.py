@@ -17,8 +17,7 @@ from small_models import perceptron, square_loss
 
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
 from hytrain.model.lifecycle import InvalidTransition
-from hytrain.step.backward import Backward
-from hytrain.step.reads import Reads
+from hytrain.step.gradient import RoundTrip
 from protocol.messages import WeightsReady
 
 STEPS = 6
@@ -82,9 +81,9 @@ def test_forward_waits_for_nothing_that_it_does_not_read_yet(
     entered: list[int] = []
     entered_before: list[int] = []
     kept: queue.Queue[Callable[[], None]] = queue.Queue()
-    ready = Backward.on_weights_ready
+    ready = RoundTrip.on_weights_ready
 
-    def keep(self: Backward, done: WeightsReady) -> None:
+    def keep(self: RoundTrip, done: WeightsReady) -> None:
         if done.lid == 3 and done.step == 0:
             kept.put(lambda: ready(self, done))
         else:
@@ -95,7 +94,7 @@ def test_forward_waits_for_nothing_that_it_does_not_read_yet(
             entered_before.extend(entered)
             kept.get(timeout=DEADLINE_S)()
 
-    monkeypatch.setattr(Backward, "on_weights_ready", keep)
+    monkeypatch.setattr(RoundTrip, "on_weights_ready", keep)
     on_waiting(monkeypatch, release)
     with adamw(model, k=0.0) as opt:
         train(model, opt, [0], square_loss)
@@ -121,7 +120,7 @@ def test_a_stopped_coordinator_holds_nothing_up(expected: dict[str, torch.Tensor
 
 def test_a_forward_that_does_not_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layer gets a gradient while the update before is still under way."""
-    monkeypatch.setattr(Reads, "wait_for", lambda *arguments, **options: None)
+    monkeypatch.setattr(RoundTrip, "wait_for", lambda *arguments, **options: None)
     let_go = hold_back(monkeypatch)
     model = perceptron()
     with adamw(model, k=0.0) as opt:

@@ -1,0 +1,182 @@
+"""A step's updates: they begin with its last backward, which ends when all of them are sent, and `step()` checks them.
+
+    the last backward's first gradient  ─▶ begin_step  placements, masters and hyperparameters hold for this step
+    its end                             ─▶ complete    layers that lack gradients are sent, too; then the verdict
+    step()                              ─▶ check       backward has updated what torch's optimizer would update now
+                                        ─▶ commit      without overlap, everything is sent here
+
+The stages of a pipeline end their backwards one after another, and each needs the next one's gradients. So the verdict
+of a stage, a collective, comes in `step()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from torch import Tensor
+
+from hytrain.errors import UsageError
+from hytrain.kernels.backend import Backend
+from hytrain.model.trained import with_gradients
+from hytrain.model.watched import unwatched
+from hytrain.step.boundary import Boundary
+from hytrain.step.common import Common
+from hytrain.step.device import DeviceUpdates
+from hytrain.step.gradient import RoundTrip
+from hytrain.step.life import State
+from hytrain.step.masters import Masters
+from protocol.messages import Counted, StepBegin
+from protocol.rules import Hyper
+
+_TOO_LATE: Final = (
+    "the learning rate, or another value in opt.param_groups, was set between backward and step(), but the updates "
+    "began in backward, with the values of that time: set them before backward, or after opt.step(), as schedulers do "
+    "that step after the optimizer; or call backward in opt.no_sync(), so that the updates begin in step()"
+)
+
+
+class Commit:
+    """The updates of one model's steps. `read_groups` returns the current hyperparameters of the parameter groups."""
+
+    def __init__(
+        self,
+        common: Common,
+        trip: RoundTrip,
+        device: DeviceUpdates,
+        masters: Masters,
+        boundary: Boundary,
+        *,
+        host: Backend | None,
+        read_groups: Callable[[], tuple[Hyper, ...]],
+    ) -> None:
+        self._layers, self._parameters, self._link = common.layers, common.parameters, common.link
+        self._transfers, self._meter, self._health = common.transfers, common.meter, common.health
+        self._verdicts, self._accumulation, self._kept = common.verdicts, common.accumulation, common.kept
+        self._trip, self._device, self._masters, self._boundary = trip, device, masters, boundary
+        self._host, self._read_groups = host, read_groups
+        self._overlap, self._is_stage = common.overlap, common.is_stage
+
+    def begin_step(self) -> None:
+        """The step's updates are about to begin: fix placements, masters and hyperparameters for this step."""
+        self._boundary.finish_plan(self._health.life.step)
+        self._verdicts.count_last()
+        self._masters.begin_step()
+        for layer in self._layers:
+            if layer.life.placement.updates == "cpu" and not layer.is_counted:
+                layer.is_counted = True
+                counts = tuple(segment.owner.count for segment in layer.segments)
+                self._link.post("optimizer", Counted(lid=layer.lid, counts=counts))
+        self._device.groups = self._read_groups()
+        self._device.begin_step()
+        if self._overlap:
+            self._tell_step()
+
+    def _tell_step(self) -> None:
+        begin = StepBegin(
+            step=self._health.life.step,
+            groups=self._device.groups,
+            awaits_verdict=self._verdicts.awaited,
+            float_mode=0 if self._host is None else self._host.float_mode,
+        )
+        self._link.post("optimizer", begin)
+
+    def complete(self, *, keep: bool) -> None:
+        """All gradients of the step have come: also send the layers that lack some of theirs (I5)."""
+        self._fill_others(keep=keep)
+        if self._overlap:
+            self._flush()
+            if not (self._is_stage and self._verdicts.awaited):
+                self._judge()
+
+    def _fill_others(self, *, keep: bool) -> None:
+        """Take the gradients that are in `p.grad`: no last backward has reached them. With `keep`, they stay there."""
+        step, stream = self._health.life.step, self._transfers.stream()
+        clips = self._verdicts.takes_norms  # torch would leave clipped gradients there
+        keeps = self._trip.await_update if keep and self._accumulation.keeps and not clips else None
+        for parameter in with_gradients(self._parameters):
+            self._trip.await_update(parameter)  # perhaps nothing has read it since
+            total = self._accumulation.take(parameter, keep=keeps)
+            is_own = total is None  # the loop's, which may write it from now on
+            if is_own:
+                total = parameter.gradient().clone() if keep else self._kept.copy_of(parameter)
+            parameter.fill(total, step, stream)
+            if not keep or (keeps is None and not is_own):
+                parameter.parameter.grad = parameter.consumed
+
+    def _flush(self) -> None:
+        """Send off all layers that have gradients. Without overlap, finish each layer before the next."""
+        layers, stream = [layer for layer in self._layers if layer.filled], self._transfers.stream()
+        for layer in layers:
+            if len(layer.filled) < len(layer.segments):
+                self._meter.backward(layer.lid)
+        if not self._overlap:
+            for layer in layers if self._verdicts.takes_norms else ():
+                self._verdicts.add(layer)
+            self._judge()
+        for layer in layers:
+            self._trip.send(layer, stream)
+            if not self._overlap:
+                self._trip.wait_for(layer, on_host=True)
+
+    def _judge(self) -> None:
+        """All gradients of the step have come: decide by their norm if updates await that, and make those held back."""
+        if self._verdicts.awaited:
+            judgement = self._verdicts.judge(self._health.life.step)
+            for role in ("optimizer", "coordinator"):
+                self._link.post(role, judgement, after=judgement.arrival)
+        self._device.update_held()
+
+    def norm(self) -> Tensor | None:
+        """The norm of the step's gradients, all of which have come: without overlap, no verdict has been made yet."""
+        waiting = [layer for layer in self._layers if layer.filled]
+        return self._verdicts.norm_of(waiting) if waiting and self._verdicts.awaited else self._verdicts.grad_norm
+
+    def check(self) -> None:
+        """`step()` was called: check that backward updated what `torch.optim.AdamW` would update now."""
+        life, health = self._health.life, self._health
+        if life.state is State.SUMMED:  # no update has begun: what is in `p.grad` now is taken
+            return
+        if (written := self._kept.written_since()) is not None:
+            health.refuse(
+                f"the gradient of {written.name}, a tensor that was set as p.grad, was written between backward and "
+                "step(), when its update had begun: call backward in opt.no_sync(), so that updates begin in step()"
+            )
+        with unwatched():
+            found = [(known, known.parameter.grad) for known in self._parameters]
+        for parameter, gradient in found:
+            if gradient is parameter.consumed:
+                if life.state is State.IDLE:
+                    raise UsageError(
+                        "step() was called again without a backward: gradients that HyTrain has consumed are used "
+                        "once; call opt.zero_grad() after each opt.step()"
+                    )
+            elif gradient is not None:
+                health.refuse(f"the gradient of {parameter.name} was set by hand, where HyTrain cannot see it")
+            elif parameter.step == life.step:
+                health.refuse(
+                    f"the gradient of {parameter.name} was dropped between backward and step(), when its update had "
+                    "begun: call backward in opt.no_sync(), so that updates begin in step(); pass "
+                    'on_nonfinite="skip" to leave out steps, and freeze what is not to be trained'
+                )
+
+    def commit(self) -> bool:
+        """Send off what backward did not. Returns False if there was no gradient in this step."""
+        life = self._health.life
+        if life.state is State.IDLE:
+            self._verdicts.take_part(life.step)
+            return False
+        if not self._overlap:  # no update has begun, so what was written and set since backward counts
+            self._device.groups = self._read_groups()
+            self._tell_step()
+            self._masters.import_written()
+        elif self._read_groups() != self._device.groups:
+            self._health.refuse(_TOO_LATE)
+        with self._health.undivided("the update of layers"):
+            self._flush()
+            if self._overlap and self._is_stage:
+                self._judge()
+        return True
+
+    def close(self) -> None:
+        self._kept.close()

@@ -1,0 +1,128 @@
+"""The updates that the trainer's device makes: at once, with state that visits it, or held until backward is over.
+
+If a step awaits a verdict, all of them are held. So are visits that would only make others wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from hytrain.kernels.backend import Backend
+from hytrain.kernels.scalars import scalars
+from hytrain.memory.clock import Stream
+from hytrain.memory.visits import Visit
+from hytrain.model.block_life import Pin
+from hytrain.model.trained import TrainedLayer
+from hytrain.step.common import Common
+from protocol.handles import STATE_PLANES
+from protocol.rules import Hyper
+from protocol.visiting import Turn, put_off
+
+
+class DeviceUpdates:
+    """Those of one model. `positions`: the layers' positions in forward, as far as known. `groups`: of this step."""
+
+    def __init__(self, common: Common, host: Backend | None) -> None:
+        self._layers, self._transfers, self._health = common.layers, common.transfers, common.health
+        self._meter, self._verdicts, self._overlap = common.meter, common.verdicts, common.overlap
+        self._host, self._visits, self._offload = host, common.visits, common.offload
+        self.positions: Sequence[int] = [layer.spec.position for layer in common.layers]
+        self.groups: tuple[Hyper, ...] = ()
+        # The updates until backward is over: the layer, the stream that has made its gradients, and these.
+        self._held: list[tuple[TrainedLayer, Stream, Collection[Tensor], Callable[[], None]]] = []
+        self._put_off: frozenset[int] = frozenset()  # of this step's visits
+
+    def begin_step(self) -> None:
+        """Choose which layers' visits are put off, by the times of the last step that was measured."""
+        visits = any(layer.life.placement.visits for layer in self._layers)
+        self._put_off = self._visits_after_backward() if visits and not self._verdicts.awaited else frozenset()
+
+    def _visits_after_backward(self) -> frozenset[int]:
+        return put_off(
+            [
+                Turn(
+                    one.lid,
+                    one.forward_s or 0.0,
+                    (one.backward_s or 0.0) + (one.gpu_update_s or 0.0),
+                    one.visit_s or 0.0,
+                )
+                for one in sorted(self._meter.times, key=lambda one: self.positions[one.lid])
+            ]
+        )
+
+    def update(self, layer: TrainedLayer, gradients: dict[int, Tensor], stream: Stream) -> None:
+        """Update the layer with the gradients of its segments, which `stream`, the current one, has made."""
+        visits = layer.life.placement.visits
+        is_held = self._overlap and (self._verdicts.awaited or (visits and self._puts_off(layer, gradients.values())))
+        make = self._visit if visits else self._update
+        update = partial(make, layer, self._health.life.step, layer.sent, gradients)
+        if is_held:
+            self._held.append((layer, stream, gradients.values(), update))
+            return
+        update()
+        if visits and self._visits.is_full:
+            arrived = self._meter.mark()
+            self._visits.make_room()
+            self._meter.fetched(layer.lid, arrived)
+
+    def update_held(self) -> None:
+        """Make the updates that were held back until now: forward needs the first layers first."""
+        self._visits.begin_put_off()
+        for _, stream, gradients, update in sorted(self._held, key=lambda held: self.positions[held[0].lid]):
+            self._transfers.join([stream], gradients)
+            update()
+        self._held.clear()
+
+    def _puts_off(self, layer: TrainedLayer, gradients: Collection[Tensor]) -> bool:
+        """Whether the layer's visit can wait until backward is over, and so can its gradients and offloaded weights."""
+        if layer.lid not in self._put_off:
+            return False
+        block = layer.block if layer.rests_on_host else None
+        weights_bytes = 0 if block is None or Pin.VISIT in block.life.pins else block.nbytes
+        puts_off = self._visits.puts_off(sum(gradient.nbytes for gradient in gradients), weights_bytes)
+        if block is not None and puts_off:
+            self._offload.pin(block, Pin.VISIT)
+        return puts_off
+
+    def _scale(self) -> tuple[float | None, Tensor | None]:
+        """The factor of gradients, for scalars, or None for a skipped step; on a GPU, the verdict for its kernels."""
+        return (1.0, self._verdicts.scale) if self._host is None else (self._verdicts.host_scale(), None)
+
+    def _update(self, layer: TrainedLayer, step: int, counts: tuple[int, ...], gradients: dict[int, Tensor]) -> None:
+        """The state is on the device."""
+        scale, verdict = self._scale()
+        if scale is None:
+            return
+        began = self._transfers.clock.mark()
+        for index, gradient in gradients.items():
+            numbers = scalars(self.groups[layer.segments[index].spec.group], counts[index], scale)
+            layer.device.update(index, gradient, numbers, self._host, verdict)
+        self._meter.span("gpu_update_s", layer.lid, step, (began, self._transfers.clock.mark()))
+        layer.note_writes()
+
+    def _visit(self, layer: TrainedLayer, step: int, counts: tuple[int, ...], gradients: dict[int, Tensor]) -> None:
+        """The state is in host memory, and visits the device."""
+        scale, verdict = self._scale()
+        if scale is None:
+            return
+        if layer.block is not None:
+            self._offload.before_update(layer.block)
+        segments, state = layer.segments, [layer.state(plane) for plane in STATE_PLANES]
+        homes = layer.arena.weights if layer.keeps_weights else [None] * len(segments)
+        numbers = {i: scalars(self.groups[segments[i].spec.group], counts[i], scale) for i in gradients}
+        visits = [
+            Visit(segments[i].spec, segments[i].weights, grads, [plane[i] for plane in state], numbers[i], homes[i])
+            for i, grads in gradients.items()
+        ]
+        awaited = self._verdicts.awaited
+        layer.landing, layer.returned = self._visits.update(
+            visits, after=layer.returned, host=self._host, verdict=verdict, awaited=awaited
+        )
+        self._meter.span("visit_s", layer.lid, step, layer.returned.span)
+        layer.note_writes()
+
+    def close(self) -> None:
+        self._held.clear()
