@@ -6,7 +6,8 @@
     receiver thread    on_weights_ready  optimizer ─▶ WeightsReady: the `weights` plane ─▶ parameters, on another stream
     the next forward   wait_for          the stream that computes waits for exactly this copy
 
-No thread waits for the device, and only `wait_for` may wait for the optimizer. `LayerLife` has the states in between.
+Autograd's threads wait for nothing here, the link's for copies, and readers for the optimizer. `LayerLife` has the
+states in between.
 
 Around it: `backward` says which gradients are taken, `commit` when a step's updates begin and end. `device` updates the
 GPU's layers, `verdict` has the norms, `accumulation` sums over several backwards, `offload` has offloaded weights.

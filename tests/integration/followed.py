@@ -1,12 +1,12 @@
 """Which functions of the project are entered on behalf of one layer, in the processes of a run, and in which order.
 
-A process that imports this with FOLLOWED in its environment notes each function that it enters, with the time, in a
+A process that imports this with FOLLOWED in its environment notes when it enters certain functions, with the time, in a
 file of its own in that folder. The nearest frame that was given something of a layer decides which layer a call is for:
 a layer, a parameter, a block, a gate, a message. Without one, it is for all of them.
 
-    FOLLOWED=folder  python -m workers.optimize.optimizer …  ─▶ folder/PID    through sitecustomize, which `environment` adds
-    the test         with noting(): …               ─▶ folder/PID    its own threads
-    read(folder, lid)                               ─▶ file and name of each function, in order
+    FOLLOWED=folder  python -m workers…   ─▶ folder/PID    through sitecustomize, which `environment` adds
+    the test         with noting(): …     ─▶ folder/PID    its own threads
+    read(folder, lid)                     ─▶ file and name of each function, in order
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -29,23 +29,27 @@ WORKERS: Final = ("workers.optimize.optimizer", "workers.coordinate.coordinator"
 SITE: Final = "import sys\nif any(name in sys.orig_argv for name in {!r}):\n    import followed\n    followed.note()\n"
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """Variables with which a run's processes note what they do in this folder."""
+def environment(folder: Path, functions: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Variables with which a run's processes note in this folder when they enter one of the functions."""
     (folder / "sitecustomize.py").write_text(SITE.format(WORKERS))
+    (folder / "functions").write_text("".join(f"{file}\t{name}\n" for file, name in functions))
     paths = [str(folder), str(Path(__file__).parent), os.environ["PYTHONPATH"]]
     return {"FOLLOWED": str(folder), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def note() -> int:
     """Note what this thread does from now on, and threads that it will start. Returns the file's descriptor."""
-    file = os.open(Path(os.environ["FOLLOWED"], str(os.getpid())), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    folder = Path(os.environ["FOLLOWED"])
+    noted = {tuple(line.split("\t")) for line in (folder / "functions").read_text().splitlines()}
+    names = {name for _, name in noted}
+    file = os.open(folder / str(os.getpid()), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOT):
-            lids = " ".join(map(str, sorted(_lids(frame)))) or ALL
-            words = str(time.monotonic_ns()), code.co_filename.removeprefix(ROOT), code.co_qualname, lids
-            os.write(file, "\t".join(words).encode() + b"\n")
+        if event == "call" and frame.f_code.co_qualname in names:
+            what = frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_qualname
+            if what in noted:
+                lids = " ".join(map(str, sorted(_lids(frame)))) or ALL
+                os.write(file, "\t".join([str(time.monotonic_ns()), *what, lids]).encode() + b"\n")
 
     threading.setprofile(profile)
     sys.setprofile(profile)

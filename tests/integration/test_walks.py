@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import followed
 import pytest
-from helpers import adamw, train
+from helpers import adamw, train, wait_for
 from small_models import perceptron, square_loss
 from torch import nn
 
@@ -28,38 +28,56 @@ ITEM: Final = re.compile(r"^\d+\. `([\w/]+\.py)`, `([\w.]+)`", re.MULTILINE)
 
 
 class Walk(NamedTuple):
-    """Where it is described, the optimizer's options, what is done, and the layer that is followed.
+    """Where it is described, the optimizer's options, and what is done.
 
-    `act` returns when the walk begins.
+    `act` returns when the walk begins, and which layer is followed.
     """
 
     page: str
     heading: str
     options: dict[str, Any]
-    act: Callable[[nn.Module, hytrain.AdamW], int]
-    layer: int
+    act: Callable[[nn.Module, hytrain.AdamW, Path], tuple[int, int]]
 
 
-def from_backward_to_forward(model: nn.Module, opt: hytrain.AdamW) -> int:
+MIDDLE: Final = 4
+
+
+def from_backward_to_forward(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int, int]:
     loss, began_ns = square_loss(model, 5), time.monotonic_ns()
     loss.backward()
     opt.step()
     opt.zero_grad()
+    wait_for(lambda: all(layer.landing is not None for layer in opt._session.layers))  # or the forward may come first
     square_loss(model, 6)
-    return began_ns
+    return began_ns, MIDDLE
 
 
-def a_step(model: nn.Module, opt: hytrain.AdamW) -> int:
+def a_step(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int, int]:
     began_ns = time.monotonic_ns()
     train(model, opt, [5], square_loss)
-    return began_ns
+    return began_ns, MIDDLE
 
 
+def a_save(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int, int]:
+    began_ns = time.monotonic_ns()
+    opt.save(folder / "saved")
+    return began_ns, MIDDLE
+
+
+def a_move(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int, int]:
+    """Until a plan has moved the first layers to the GPU."""
+    began_ns = time.monotonic_ns()
+    wait_for(lambda: opt.statistics().gpu_layers, lambda: train(model, opt, [5], square_loss))
+    return began_ns, opt.statistics().gpu_layers[0]
+
+
+OFFLOADED: Final = {"k": 0.0, "offload_weights": 1.0}
+PAGE: Final = "docs/architecture.md"
 WALKS: Final = {
-    "a gradient": Walk("README.md", "## Follow one gradient", {"k": 0.0}, from_backward_to_forward, 4),
-    "a block's weights": Walk(
-        "docs/architecture.md", "### Follow one block's weights", {"k": 0.0, "offload_weights": 1.0}, a_step, 4
-    ),
+    "a gradient": Walk("README.md", "## Follow one gradient", {"k": 0.0}, from_backward_to_forward),
+    "a block's weights": Walk(PAGE, "### Follow one block's weights", OFFLOADED, a_step),
+    "a layer to the GPU": Walk(PAGE, "### Follow a layer to the GPU", {"k": "auto", "policy": "random"}, a_move),
+    "a save": Walk(PAGE, "### Follow a save", {"k": 0.0}, a_save),
 }
 
 
@@ -75,16 +93,20 @@ def described(page: str, heading: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("walk", WALKS)
 def test_a_walk_is_what_a_run_does(walk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page, heading, options, act, layer = WALKS[walk]
-    for name, value in followed.environment(tmp_path).items():
+    page, heading, options, act = WALKS[walk]
+    told = described(page, heading)
+    for name, value in followed.environment(tmp_path, told).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HYTRAIN_REPLAN_EVERY", "1")
     monkeypatch.setattr(cluster, "Popen", subprocess.Popen)  # each of its processes starts an interpreter
     model = perceptron(depth=8)
     with followed.noting(), adamw(model, **options) as opt:
-        train(model, opt, range(3), square_loss)
+        if act is not a_move:
+            train(model, opt, range(3), square_loss)
+            opt.synchronize()
+        began_ns, layer = act(model, opt, tmp_path)
         opt.synchronize()
-        began_ns = act(model, opt)
-    told, calls = described(page, heading), followed.read(tmp_path, layer, since_ns=began_ns)
-    assert len(told) >= 5
+    calls = followed.read(tmp_path, layer, since_ns=began_ns)
+    assert len(told) >= 9
     assert [each for each in told if each not in calls] == []
     assert sorted(told, key=calls.index) == told
