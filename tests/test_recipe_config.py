@@ -197,13 +197,6 @@ def test_the_template_has_every_key_with_its_default(tmp_path: Path) -> None:
         assert line in everything
 
 
-def test_adapters_and_a_fused_gelu_exclude_each_other() -> None:
-    model = {"path": "folder", "fused_gelu": True}
-    tree = {"lora": {}, "model": model, "data": {"paths": ["a"]}, "train": {"steps": 1}}
-    with pytest.raises(ConfigError, match=r"model\.fused_gelu is not for lora"):
-        config.validate(tree, "x")
-
-
 def test_init_writes_a_recipe_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
     assert launcher.main(["init", str(path)]) == 0 and path.read_text() == template()

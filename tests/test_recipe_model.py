@@ -19,7 +19,6 @@ from hytrain.model.deferred import Piece, recording, replay
 from hytrain.readable import gib
 from hytrain.recipe import adapters, config, model
 from hytrain.recipe.estimate import estimate, need, planes_of
-from hytrain.recipe.fused import Conv1DGelu
 from hytrain.recipe.schedule import factors, scheduler
 from hytrain.step.offload import SLOTS
 from protocol.handles import Precision
@@ -76,47 +75,6 @@ def test_a_recorded_model_gets_the_values_of_a_built_one(fields: dict[str, Any],
     expected = dict([*built.named_parameters(), *built.named_buffers()])
     assert pieces.keys() == expected.keys() and torch.equal(torch.get_rng_state(), after)
     assert [name for name in pieces if not torch.equal(values[pieces[name].storage], expected[name])] == []
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({**GPT2, "activation_function": name} for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")),
-        {**GPT2, "model_type": "openai-gpt"},
-    ],
-    ids=lambda fields: fields.get("activation_function", fields["model_type"]),
-)
-def test_a_fused_model_computes_what_the_plain_one_does(fields: dict[str, Any]) -> None:
-    """The same names and values, gradients within rounding; also recorded, recomputed and under autocast."""
-    fields = {**fields, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
-    tokens, found = torch.arange(24).view(2, 12), []
-    recomputes = [{"gradient_checkpointing": True}] if fields["model_type"] == "gpt2" else []
-    for fused in ({}, *({"fused_gelu": True, **others} for others in ({}, *recomputes))):
-        wanted = config.Model.model_validate({"config": fields, **fused})
-        hf = model.configuration(wanted, 256, 64)
-        torch.manual_seed(3)
-        module = model.build(wanted, hf, CPU)
-        assert sum(isinstance(part, Conv1DGelu) for part in module.modules()) == (2 if fused else 0)
-        loss = module(input_ids=tokens, labels=tokens).loss
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(module(input_ids=tokens, labels=tokens).loss, loss, rtol=0.01, atol=0)
-        loss.backward()
-        found.append({name: (p.detach(), p.grad) for name, p in module.named_parameters()})
-        deferred = model.build_deferred(wanted, hf, CPU, 64)
-        assert [name for name, _ in deferred.named_parameters()] == list(found[-1])
-    plain, fused, *recomputed = found
-    for name, (value, grad) in plain.items():
-        assert torch.equal(value, fused[name][0])
-        torch.testing.assert_close(fused[name][1], grad, rtol=1e-4, atol=1e-6)
-        assert all(torch.equal(each[name][1], fused[name][1]) for each in recomputed)
-
-
-def test_a_model_without_such_an_mlp_is_not_fused() -> None:
-    for fields in (LLAMA, {**GPT2, "activation_function": "relu"}, {**GPT2, "activation_function": "gelu"}):
-        wanted = config.Model.model_validate({"config": fields, "fused_gelu": True})
-        hf = model.configuration(wanted, 256, 64)
-        with pytest.raises(ConfigError, match=f"this {fields['model_type']} has none: leave it out"):
-            model.build(wanted, hf, CPU)
 
 
 def test_model_from_a_folder(tmp_path: Path) -> None:

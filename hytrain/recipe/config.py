@@ -117,7 +117,6 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     autocast: bool = False  # forward and backward in bfloat16, parameters in float32
     gradient_checkpointing: bool = False
-    fused_gelu: bool = False  # bias and GELU in one kernel, in MLPs like GPT-2's
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:
@@ -363,8 +362,6 @@ class Recipe(Section):
             raise ValueError("data.batch_size must be a multiple of train.grad_accumulation")
         if self.lora is not None and self.model.path is None:
             raise ValueError("lora needs model.path, because only the adapters are trained and saved")
-        if self.lora is not None and self.model.fused_gelu:
-            raise ValueError("model.fused_gelu is not for lora, whose adapters add to the sum before the GELU")
         if self.optimizer.master_dtype == "bfloat16" and self.model.dtype != "bfloat16":
             raise ValueError("optimizer.master_dtype: bfloat16 is for model.dtype: bfloat16, so leave it out")
         if self.lora is not None and self.train.cpu_parts != 0:

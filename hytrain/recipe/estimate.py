@@ -29,7 +29,7 @@ from hytrain.memory.visits import SLOT_NUMEL
 from hytrain.memory.visits import SLOTS as RING_SLOTS
 from hytrain.model.layers import find_blocks
 from hytrain.readable import gib, table
-from hytrain.recipe import adapters, config, fused, tokenizer
+from hytrain.recipe import adapters, config, tokenizer
 from hytrain.recipe import model as models
 from hytrain.recipe.config import Recipe
 from hytrain.step.offload import SLOTS
@@ -166,8 +166,6 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
     length = recipe.data.sequence_length
     hf = models.configuration(recipe.model, _vocab_size(recipe), length)
     model = models.skeleton(hf, recipe.model.dtype)
-    if recipe.model.fused_gelu:
-        fused.fuse(model)
     if recipe.lora is not None:
         model = adapters.adapt(model, recipe.lora, None)
     parameters = list(model.parameters())

@@ -23,7 +23,7 @@ from hytrain.errors import ConfigError
 from hytrain.model.blueprint import Blueprint
 from hytrain.model.deferred import recording
 from hytrain.model.layers import find_blocks
-from hytrain.recipe import config, fused, sharding
+from hytrain.recipe import config, sharding
 from hytrain.recipe.config import suggestion
 from hytrain.recipe.sharding import inference
 
@@ -160,8 +160,6 @@ def _loaded(model: config.Model, hf: Any) -> Any:
 def _prepared(module: Any, model: config.Model) -> Any:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError("The model has no parameters to train; check model.config.")
-    if model.fused_gelu:
-        fused.fuse(module)
     if model.gradient_checkpointing:
         # Transformers 5 has renamed the method and warns about the old name.
         enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
