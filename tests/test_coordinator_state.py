@@ -241,24 +241,6 @@ def test_processes_join_and_become_ready(driver: Driver) -> None:
         driver.handle(hello(11), OPTIMIZER)
 
 
-def test_the_cpu_trainer_is_shown_with_its_share_as_long_as_it_has_one(driver: Driver) -> None:
-    driver.start(policy="fixed", k=0.0)
-
-    def shown(step: int, **share: Any) -> list[tuple[str, int, str]]:
-        driver.handle(report(step, cotrained=m.CoTrained(**share) if share else None))
-        known = driver.status().processes
-        return [(str(it.address), it.pid, it.detail) for it in known if it.address.role == "cpu_trainer"]
-
-    times = {"gpu_part_s": 0.01, "cpu_part_s": 0.0874}
-    assert shown(0, pid=9, cpu_parts=0, gpu_part_s=None, cpu_part_s=None) == [
-        ("cpu_trainer-0", 9, "trains no parts of each batch")
-    ]
-    assert shown(1, pid=9, cpu_parts=2, **times) == [("cpu_trainer-0", 9, "trains 2 parts of each batch, 87.4 ms each")]
-    assert shown(2) == shown(3, pid=None, cpu_parts=0, **times) == []
-    driver.handle(m.Log(step=4, numbers={}))
-    assert [line.get("cpu_parts") for line in driver.written] == [0, 2, None, 0]
-
-
 @pytest.mark.parametrize("message", [report(0), m.Log(step=1, numbers={}), ack(0)], ids=type)
 def test_without_a_trainer_nothing_counts(driver: Driver, message: m.Message) -> None:
     assert driver.handle(message) == [Note(f"{type(message).__name__} without a trainer: dropped")]

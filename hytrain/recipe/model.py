@@ -1,7 +1,7 @@
 """The recipe's Hugging Face model, on its device and in its dtype, and the FLOPs of a token.
 
-`task` calls `configuration`, `build` and `compile_blocks`; `estimate` calls `configuration` and `skeleton`, which needs
-no memory; `cotraining` calls `build_empty`.
+`task` calls `configuration`, `build` and `compile_blocks`; `estimate` calls `configuration` and `build_empty`, which
+needs no memory.
 """
 
 from __future__ import annotations
@@ -125,8 +125,10 @@ def build_sharded(model: config.Model, hf: Any, device: torch.device, mesh: Devi
 
 
 def build_empty(model: config.Model, hf: Any) -> Any:
-    """The model that `build` makes, on the meta device."""
-    return _prepared(skeleton(hf, model.dtype), model)
+    """The model that `build` makes, on the meta device: shapes and dtypes without memory. Raises ConfigError, too."""
+    with _refused(hf), torch.device("meta"):
+        module = _AUTO_MODEL.from_config(hf, dtype=getattr(torch, model.dtype))
+    return _prepared(module, model)
 
 
 def _recorded(model: config.Model, hf: Any, device: torch.device, sequence_length: int) -> tuple[Any, Blueprint]:
@@ -184,12 +186,6 @@ def _refused(hf: Any) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"model.config makes no {hf.model_type} that works: {reason}") from None
-
-
-def skeleton(hf: Any, dtype: str) -> Any:
-    """The model on the meta device: shapes and dtypes without memory. Raises ConfigError for an impossible one."""
-    with _refused(hf), torch.device("meta"):
-        return _AUTO_MODEL.from_config(hf, dtype=getattr(torch, dtype))
 
 
 def compile_blocks(model: nn.Module, where: torch.device) -> None:

@@ -380,7 +380,6 @@ class Planning:
             **_precision(self.table),
             "predicted_step_s": self.predicted_step_s,
             **({"skipped_steps": self.mode.skipped} if self.table.awaits_verdict else {}),
-            **_shared(report.cotrained),
             "gpu_peak_bytes": report.gpu_needed_bytes,
             **self._room.predicted(report),
         }
@@ -395,11 +394,3 @@ def _precision(table: m.LayerTable) -> dict[str, Any]:
     segments = [segment for layer in table.layers for segment in layer.segments]
     lone = any(segment.master_dtype == "bfloat16" for segment in segments)
     return Precision(segments[0].state_dtype, "bfloat16" if lone else "float32")._asdict()
-
-
-def _shared(cotrained: m.CoTrained | None) -> dict[str, Any]:
-    """What a record has of how the batch was shared."""
-    if cotrained is None:
-        return {}
-    times = {"gpu_part_s": cotrained.gpu_part_s, "cpu_part_s": cotrained.cpu_part_s}
-    return {"cpu_parts": cotrained.cpu_parts, **{name: value for name, value in times.items() if value is not None}}
