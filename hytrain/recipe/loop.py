@@ -26,11 +26,11 @@ from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_optimiz
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress
 from hytrain.recipe.report import Summary
-from hytrain.recipe.saved import BEGUN, mark
 from hytrain.recipe.schedule import factors, scheduler
 from hytrain.recipe.task import Task, assemble
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.ranks import Ranks
+from hytrain.run.saved import BEGUN, mark
 from hytrain.state.saver import Saver
 from hytrain.trackers import Trackers, check_trackers
 
