@@ -66,12 +66,14 @@ def lines() -> Counter[str]:
 
 
 def constants() -> Iterator[str]:
-    """The planner's constants, `file:NAME`: upper-case names that its modules assign."""
+    """The planner's constants, `file:NAME`: upper-case names that its modules assign, one by one or several at once."""
     for path in (path for path in sources() if path.startswith(PLANNER)):
         for node in ast.parse((ROOT / path).read_text()).body:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            names = (target.id for target in targets if isinstance(target, ast.Name))
-            yield from (f"{path}:{name}" for name in names if name.isupper())
+            assigned = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            names = [
+                each.id for target in assigned if target for each in ast.walk(target) if isinstance(each, ast.Name)
+            ]
+            yield from (f"{path}:{name}" for name in names if name.isupper() and name != "_T")  # a type
 
 
 def main() -> None:

@@ -29,9 +29,8 @@ from workers.planning.room import Room
 from workers.planning.tried import Tried
 
 HORIZON_STEPS: Final = 200
-MIN_GAIN: Final = 0.01
 #: Why layers stay where they are, whatever they should do.
-NO_PLAN, NO_ROOM = "no plan fits", "layers stay, since there is no room to move any"
+NO_PLAN: Final = "no plan fits"
 #: Beside training, the CPU's updates take so many times as long as in its calibration. Measured on H200 hosts: 1.2 to
 #: 1.55. Until there are updates to measure, plans should not count on more.
 BESIDE_TRAINING: Final = 1.35
@@ -210,7 +209,7 @@ class Planning:
             fixed_k=self.wishes.k,
             current=current,
             horizon_steps=HORIZON_STEPS,
-            min_gain=MIN_GAIN,
+            min_gain=planner.SAME_SPEED,
             objective=self.wishes.objective,
             visit=visit,
             offload=offload,
@@ -264,7 +263,7 @@ class Planning:
         self._rest = None
         if places != whole:
             if places == now:
-                return self._told(NO_ROOM, reason)
+                return self._told("layers stay, since there is no room to move any", reason)
             self._rest = None if self.wishes.policy == "random" else wanted
             predicted_s = None
             reason = f"first what there is room for; {reason}"
