@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -20,10 +20,12 @@ from torch.optim.optimizer import ParamsT
 from hytrain import session
 from hytrain.algorithms import Algorithm
 from hytrain.checks import Groups, check_free, check_masters, check_model, check_same, groups_for_torch
-from hytrain.cotraining.shares import CoTraining
 from hytrain.errors import UnsupportedError, UsageError
+from hytrain.memory.lending import Lent
+from hytrain.memory.transfer import Transfer
 from hytrain.model import fsdp
 from hytrain.model.consumed import SCALER
+from hytrain.model.layers import clean
 from hytrain.model.parts import Parts
 from hytrain.model.trained import plane_dtypes
 from hytrain.model.watched import unwatched
@@ -212,43 +214,36 @@ class Optimizer(SavedOptimizer):
         """
         return self._session.accumulation.held()
 
-    def cotrain(
-        self,
-        build: Callable[[], nn.Module],
-        loss: Callable[[nn.Module, Any], Tensor],
-        *,
-        parts: int,
-        cpu_parts: int | str = "auto",
-    ) -> CoTraining:
-        """Let a process on the CPU train some micro-batches of each step, beside the model's device.
+    def lend_weights(self) -> dict[str, Lent]:
+        """Wait for all updates, and say where another process finds the present weights, by the parameters' names.
 
-        The gradients are summed in the order of the micro-batches, whoever computed them. The process has the weights
-        where the optimizer process keeps them. It ends with the optimizer, or with what this returns.
+        They are in shared memory: what the CPU updates is there in any case, the rest is copied. They stay as they are
+        until updates begin in the step's last backward, and nobody may write them. A descriptor is this process's,
+        until the next call.
+        """
+        return self._engine.lend_weights()
+
+    def add_gradients(self, gradients: Mapping[str, Tensor]) -> Transfer | None:
+        """Add gradients that were computed elsewhere to this step's sums, as a backward does that is not its last.
 
         Args:
-            build: Makes the model anew, without arguments. The CPU trainer calls it on the meta device, so the model
-                takes no memory there, and gives it the weights, buffers and modes of this one.
-            loss: Gets a model and a micro-batch, and returns what to call `backward()` on, shape (). Divide it by the
-                number of micro-batches yourself.
-            parts: The number of micro-batches of a step.
-            cpu_parts: How many of them the CPU trains: fewer than `parts`, or "auto" for as many as make steps
-                shortest, often none.
-
-        `build` and `loss` are functions of modules that can be imported, or `functools.partial`s of them with numbers,
-        strings, lists and dictionaries; the CPU trainer imports them by name.
+            gradients: By the parameters' names, as `lend_weights` has them: in the parameters' shapes and dtypes,
+                contiguous, in host memory that is pinned if the model is on a GPU. With `loss_scale`, multiply them.
 
         Returns:
-            An object whose `backward(batches)` takes the place of the step's backwards.
+            Its `synchronize()` returns once that memory may be written again. None if there were no gradients.
 
         Raises:
-            ConfigError: A function cannot be imported, or a number does not fit.
-            UnsupportedError: A CPU trainer cannot train this: on several ranks, with `loss_scale`.
-            UsageError: It was called before, and what it returned is not closed.
-            CapacityError: Host memory has no room for the gradients of so many parts.
-            ClusterError: The CPU trainer does not start: `build` makes another model, for example. With "auto", the log
-                says so.
+            UsageError: A gradient is of no parameter that is trained, or a backward would be refused now.
         """
-        return self._session.cotrain(build, loss, parts=parts, cpu_parts=cpu_parts)
+        named = {clean(known.name): known for known in self._session.parameters}
+        for name, gradient in gradients.items():
+            own = named[name].own if name in named else None
+            if own is None or (gradient.shape, gradient.dtype) != (own.shape, own.dtype):
+                wanted = "no such parameter is trained" if own is None else f"it is {own.dtype} of shape {[*own.shape]}"
+                given = f"{gradient.dtype} of shape {[*gradient.shape]}"
+                raise UsageError(f"add_gradients() got {given} for {name}: {wanted}")
+        return self._engine.add_gradients([gradients.get(name) for name in named])
 
     def synchronize(self) -> None:
         """Return when every update has arrived in the parameters.

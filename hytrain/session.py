@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Set
@@ -29,13 +28,10 @@ from torch.utils.weak import TensorWeakRef
 from hytrain.build import Build, Site
 from hytrain.checks import Groups, check_free, check_model
 from hytrain.config import ClusterConfig
-from hytrain.cotraining.partner import ADDRESS, WORKER
-from hytrain.cotraining.shares import CoTraining
-from hytrain.errors import UnsupportedError, UsageError
+from hytrain.errors import UsageError
 from hytrain.memory.arena import allow_descriptors
-from hytrain.memory.capacity import gpu_memory, host_bound
+from hytrain.memory.capacity import gpu_memory
 from hytrain.model import fsdp, hooks
-from hytrain.model.parts import Parts
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
 from hytrain.options import Options
 from hytrain.run import environment
@@ -50,7 +46,6 @@ from hytrain.state import dicts
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
-from hytrain.tensors import is_distributed
 from hytrain.trackers import THREAD_NAME, Trackers
 from protocol.messages import Log
 
@@ -91,7 +86,6 @@ class Session:
         self._others: list[TensorWeakRef] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
-        self._cotraining: Callable[[], CoTraining | None] = lambda: None  # its user keeps it, and it the model
         self.last_words = f"this hytrain.{options.algorithm.name} is closed"
         self._place = find_or_start(config, self.ranks)
         self._cluster = self._place.cluster
@@ -168,7 +162,6 @@ class Session:
         calibration = build.calibration()
         link.join()
         allow_descriptors(len(build.layers))
-        self._transfers = build.transfers
         plan = link.agree(build.table(link.name, continues=continues), calibration, plans)
         link.start(engine)
         build.fill(engine, plan)
@@ -176,11 +169,6 @@ class Session:
     def rebuild(self) -> None:
         """Start a new engine with the exact state trained so far. Host memory holds both states for a while."""
         before, left = self.engine, False
-        if self._shares is not None:
-            raise UsageError(
-                "other parameters are to be trained, which the CPU trainer does not know: close what cotrain() "
-                "returned, and call it again afterwards"
-            )
         check_model(self._site.model)
         before.import_written()
         before.restore_weights()
@@ -262,74 +250,12 @@ class Session:
 
     def restored(self, steps: int) -> None:
         """The state of a run after `steps` steps was loaded: go on with its count."""
-        self.engine.steps = steps
+        self.engine.steps = self.engine.statistics.step = steps
         self._numbers.restored(steps)
-
-    def cotrain(
-        self,
-        build: Callable[[], nn.Module],
-        loss: Callable[[nn.Module, Any], Tensor],
-        *,
-        parts: int,
-        cpu_parts: int | str,
-    ) -> CoTraining:
-        """Begin to share batches with a CPU trainer for this session's parameters, which must not change then."""
-        self._require_shareable()
-        cores, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
-        if self._site.device.type == "cuda":
-            cores = _cores(self._cluster.optimizer_pids[self._place.rank])
-            threads = len(cores)
-        shares = CoTraining(
-            build,
-            loss,
-            parts=parts,
-            cpu_parts=cpu_parts,
-            model=self._site.model,
-            parameters=self.parameters,
-            engine=self.engine,
-            transfers=self._transfers,
-            accumulation=self.accumulation,
-            host_bytes=host_bound(None),
-            cores=cores,
-            threads=threads,
-            log=self.run_dir / "logs" / f"{ADDRESS}.log",
-            answer_timeout_s=self._cluster.hang_timeout_s,
-        )
-        self._cotraining = weakref.ref(shares)
-        return shares
-
-    @property
-    def _shares(self) -> CoTraining | None:
-        """What `cotrain` returned, unless that is closed or gone."""
-        shares = self._cotraining()
-        return None if shares is None or shares.is_closed else shares
-
-    def _require_shareable(self) -> None:
-        """Raises `UnsupportedError` or `UsageError` if no CPU trainer can train this session's parameters."""
-        if getattr(sys.modules["__main__"].__spec__, "name", "") == WORKER:
-            raise UsageError(
-                "the CPU trainer has imported a script that trains: move the functions that cotrain() gets into a "
-                "module of their own"
-            )
-        if self.ranks.world > 1 or any(is_distributed(known.parameter) for known in self.parameters):
-            has = "shards of them" if self._site.stage is None else "those of one stage"
-            raise UnsupportedError(
-                f"cotrain() with a sharded model: a CPU trainer needs all weights, and a rank has {has}"
-            )
-        if isinstance(self._site.model, Parts):
-            raise UnsupportedError("cotrain() with several modules: give the optimizer one module that has them")
-        if self._site.options.loss_scale is not None:
-            raise UnsupportedError(
-                "cotrain() with loss_scale: the CPU trainer does not know the scale; train in bfloat16, or leave it out"
-            )
-        if self._shares is not None:
-            raise UsageError("cotrain() was called before: close what it returned first")
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
         optimizer = self._cluster.optimizer_pids[self._place.rank]
         pids = {"trainer": os.getpid(), "optimizer": optimizer, "coordinator": self._link.coordinator.pid}
-        if (shares := self._shares) is not None and shares.pid is not None:
-            pids[ADDRESS.role] = shares.pid
         return [(role, pid, _cores(pid)) for role, pid in pids.items()]
 
     @property
@@ -359,13 +285,6 @@ class Session:
     def _leave(self) -> None:
         """End the engine. The run's processes can then serve another one."""
         unhook, self._unhook = self._unhook, lambda: None
-        try:
-            if (shares := self._shares) is not None:
-                shares.close()
-        finally:
-            self._end_engine(unhook)
-
-    def _end_engine(self, unhook: Callable[[], None]) -> None:
         try:
             self.engine.close(self.last_words)
         finally:

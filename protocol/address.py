@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-ROLES: Final = ("coordinator", "optimizer", "trainer", "cpu_trainer", "monitor", "launcher")
+ROLES: Final = ("coordinator", "optimizer", "trainer", "monitor", "launcher")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -8,7 +8,6 @@
     monitors    StatusRequest -> Status, Command -> CommandReply
     timeline    TraceNext -> TraceSteps -> Traced
     checkpoints SaveCheckpoint
-    co-training LendMemory, WeightsAt, TakeBack, Compute -> Computed
     liveness    Ping -> Pong
     machines    KeyRequest -> Key, Collect -> Collecting, ReportTo, NodeStatus
     the end     Failure, SessionEnded, Goodbye
@@ -535,20 +534,6 @@ class LayerTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoTrained:
-    """How a step's batch was shared with the CPU trainer, process `pid`; None if it is lost.
-
-    `cpu_parts`: how many parts it trained. `gpu_part_s`, `cpu_part_s`: how long a part takes on the trainer's device
-    and on the CPU, in the last step that was read. None where it is not known.
-    """
-
-    pid: int | None
-    cpu_parts: int
-    gpu_part_s: float | None
-    cpu_part_s: float | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerReport(Message):
     """Trainer to coordinator, after each step.
 
@@ -571,7 +556,6 @@ class TrainerReport(Message):
     `host_free_bytes`: what planes may still take of the host's memory, as others left it after `step`; below 0 if some
     of the margin is used. None if it was not asked for.
     `saves`: the loop saves checkpoints when it is asked to.
-    `cotrained`: None without co-training.
     """
 
     step: int
@@ -597,7 +581,6 @@ class TrainerReport(Message):
     to_host_bytes: int
     layers: tuple[LayerTimes, ...]
     saves: bool = False
-    cotrained: CoTrained | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -843,70 +826,6 @@ class NodeStatus(Message):
     """Another machine's coordinator to the first one's, in each step: the ranks of its machine."""
 
     ranks: tuple[RankStatus, ...]
-
-
-# ---------------------------------------------------------------- co-training
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LendMemory(Message):
-    """Trainer to CPU trainer, with a descriptor (SCM_RIGHTS): map so many bytes of it, and call it `memory`."""
-
-    memory: int
-    nbytes: int
-
-    def __post_init__(self) -> None:
-        _require(self.memory >= 0 and self.nbytes > 0, "memory needs a number and a size")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WeightsAt(Message):
-    """Trainer to CPU trainer: the weights of `parameters` begin at `offsets`, in bytes, of this memory."""
-
-    memory: int
-    parameters: tuple[int, ...]
-    offsets: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        _require(len(self.parameters) == len(self.offsets), "each parameter needs an offset")
-        _require(min((self.memory, *self.parameters, *self.offsets)) >= 0, "memory, parameters, offsets count from 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TakeBack(Message):
-    """Trainer to CPU trainer: no parameter's weights are in this memory any more. Unmap it."""
-
-    memory: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compute(Message):
-    """Trainer to CPU trainer: run forward and backward of one part of a batch, a micro-batch.
-
-    The micro-batch begins at byte `at` of the memory for inputs, with `text_bytes` of JSON. The gradients go to slot
-    `slot`. `seed` is torch's for this part, `numerics` are its settings, as JSON. `job` numbers the orders.
-    """
-
-    job: int
-    slot: int
-    at: int
-    text_bytes: int
-    seed: int
-    numerics: str
-
-    def __post_init__(self) -> None:
-        _require(min(self.job, self.slot, self.at, self.seed) >= 0, "job, slot, place and seed count from 0")
-        _require(self.text_bytes > 0, "a micro-batch is described")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Computed(Message):
-    """CPU trainer to trainer: the part's loss, which parameters have a gradient in its slot, and how long it took."""
-
-    job: int
-    loss: float
-    has_gradient: tuple[bool, ...]
-    seconds: float
 
 
 # ---------------------------------------------------------------- the end

@@ -20,9 +20,7 @@ BY_ROLE: Final[dict[str, tuple[type[m.Message], ...]]] = {
         *(m.LayerTable, m.PositionsLearned, m.StepBegin, m.GradReady, m.Verdict, m.TrainerReport, m.Log),
         *(m.PlanApplied, m.AllocatePlanes, m.ReleasePlanes, m.TakeOver, m.Counted, m.GiveUp),
         *(m.Rejoin, m.KeyRequest, m.Collect, m.ReportTo, m.TraceSteps, m.Traced),
-        *(m.LendMemory, m.WeightsAt, m.TakeBack, m.Compute),
     ),
-    "cpu_trainer": (m.Ready, m.Computed, m.Failure),
     "optimizer": (
         *(m.Hello, m.Ready, m.Calibration, m.PlanAck, m.Pong, m.Failure),
         *(m.PlanesReady, m.PlanesRefused, m.WeightsReady, m.OptimizerReport, m.SessionEnded, m.Traced),

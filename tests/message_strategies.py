@@ -57,10 +57,6 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     **{(cls, "banks"): st.lists(st.integers(0, 1), max_size=4).map(tuple) for cls in (m.WeightsReady, m.TakeOver)},
     (Places, "names"): NAMES,
     (m.Plan, "k"): st.floats(0, 1),
-    (m.LendMemory, "nbytes"): st.integers(1, 2**63),
-    (m.WeightsAt, "parameters"): st.just((3, 5)),
-    (m.WeightsAt, "offsets"): st.lists(COUNTS, min_size=2, max_size=2).map(tuple),
-    (m.Compute, "text_bytes"): st.integers(1, 2**31),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 from torch.nn.functional import gelu
 from transformers.activations import ACT2FN
 
-from hytrain.kernels import bias_gelu as module
-from hytrain.kernels import native_bias_gelu
-from hytrain.kernels.bias_gelu import DTYPES, bias_gelu
+from examples.studies.gelu import bias_gelu as module
+from examples.studies.gelu import native
+from examples.studies.gelu.bias_gelu import DTYPES, bias_gelu
+from examples.studies.gelu.mlp import Conv1DGelu, fuse
+from hytrain.errors import ConfigError
+from hytrain.recipe import config, model
 
 Function = Callable[[Tensor, Tensor], Tensor]
 Results = tuple[Tensor, Tensor, Tensor]  # y, the gradients of x and of bias
@@ -214,7 +218,7 @@ def test_what_does_not_fit_is_refused(x: Tensor, bias: Tensor, message: str) -> 
 def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HYTRAIN_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    caches = module._kernels, native_bias_gelu.load
+    caches = module._kernels, native.load
     for cache in caches:
         cache.cache_clear()
     yield
@@ -236,3 +240,49 @@ def test_without_a_compiler_torch_s_operators_round_once_too(
     ]
     assert_rounded_once(found, expected)
     torch.testing.assert_close(found[2].double(), expected[2], rtol=0.51 * EPSILON[dtype], atol=4e-5)
+
+
+GPT2: dict[str, Any] = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+
+def built(fields: dict[str, Any], **others: bool) -> Any:
+    """A recipe's model with weights from a fixed seed."""
+    wanted = config.Model.model_validate({"config": fields, **others})
+    torch.manual_seed(3)
+    return model.build(wanted, model.configuration(wanted, 256, 64), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({**GPT2, "activation_function": name} for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")),
+        {**GPT2, "model_type": "openai-gpt"},
+    ],
+    ids=lambda fields: fields.get("activation_function", fields["model_type"]),
+)
+def test_a_fused_model_computes_what_the_plain_one_does(fields: dict[str, Any]) -> None:
+    """The same names and values, gradients within rounding; also recomputed and under autocast."""
+    tokens, found = torch.arange(24).view(2, 12), []
+    recomputes = [{"gradient_checkpointing": True}] if fields["model_type"] == "gpt2" else []
+    for is_fused, others in ((False, {}), *((True, others) for others in ({}, *recomputes))):
+        module = built({**fields, **NO_DROPOUT}, **others)
+        if is_fused:
+            fuse(module)
+        assert sum(isinstance(part, Conv1DGelu) for part in module.modules()) == 2 * is_fused
+        loss = module(input_ids=tokens, labels=tokens).loss
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(module(input_ids=tokens, labels=tokens).loss, loss, rtol=0.01, atol=0)
+        loss.backward()
+        found.append({name: (p.detach(), p.grad) for name, p in module.named_parameters()})
+    plain, once, *recomputed = found
+    for name, (value, grad) in plain.items():
+        assert torch.equal(value, once[name][0])
+        torch.testing.assert_close(once[name][1], grad, rtol=1e-4, atol=1e-6)
+        assert all(torch.equal(each[name][1], once[name][1]) for each in recomputed)
+
+
+def test_a_model_without_such_an_mlp_is_not_fused() -> None:
+    for activation in ("relu", "gelu"):
+        with pytest.raises(ConfigError, match="this gpt2 has none: leave it out"):
+            fuse(built({**GPT2, "activation_function": activation}))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from test_bias_gelu import DEVICES
 
-from benchmarks import microbenchmark
-from benchmarks.microbenchmark import COMPILED, EPILOGUE, FIELDS, NEW, OURS, SMALL, SYSTEMS, TANH, Bench
+from examples.studies.gelu import microbenchmark
+from examples.studies.gelu.microbenchmark import COMPILED, EPILOGUE, FIELDS, NEW, OURS, SMALL, SYSTEMS, TANH, Bench
 
 
 def seeded(run: Callable[[], Any]) -> Any:

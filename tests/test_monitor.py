@@ -6,7 +6,6 @@ import gc
 import io
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -452,10 +451,6 @@ def test_the_table_says_who_owns_what_and_why() -> None:
     for threads, words in ((1, "1 thread on cores 2"), (4, "4 threads on cores 2")):  # as commanded since it began
         commanded = replace(shown, status=status(record=json.dumps({**RECORD, "threads": threads})))
         assert words in view.as_text(commanded).splitlines()[-1]
-    helper = m.Process(address=Address("cpu_trainer", 0), pid=9, detail="trains 2 parts of each batch")
-    for record, busy in ((RECORD, "0.0 ms 0%"), (RECORD | {"cpu_parts": 2, "cpu_part_s": 0.4}, "800.0 ms 40%")):
-        text = view.as_text(Snapshot(status(record=json.dumps(record)), ((helper, usage),)))
-        assert re.search(rf"^cpu_trainer-0 .* {busy} +trains 2 parts of each batch$", text, re.MULTILINE)
     none_yet = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), places=Places(()))
     text = view.as_text(Snapshot(none_yet, ()))
     assert "no step has ended yet" in text and "layers" not in text

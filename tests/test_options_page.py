@@ -13,7 +13,6 @@ from pydantic import BaseModel
 
 import hytrain
 from hytrain.config import ClusterConfig
-from hytrain.optim import Optimizer
 from hytrain.options import TABLE, OneOf, SharedOptions
 from hytrain.recipe import config
 from hytrain.recipe.config import Recipe, Section
@@ -52,7 +51,6 @@ def of(kind: Callable[..., Any]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("heading", "expected"),
     [
-        ("opt.cotrain", {**dict.fromkeys(("build", "loss", "parts"), "required"), **of(Optimizer.cotrain)}),
         ("hytrain.AdamW", of(hytrain.AdamW)),
         ("hytrain.Adam", of(hytrain.Adam)),
         ("hytrain.SGD", of(hytrain.SGD)),

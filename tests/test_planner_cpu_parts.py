@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from hytrain.planner.cpu_parts import SETTLE, CpuPartsPlanner, Step
+from examples.studies.cotraining.planner import SETTLE, CpuPartsPlanner, Step
 
 CASES = range(60)
 

@@ -56,7 +56,7 @@ def test_round_trip(cls: type, data: st.DataObject, sender: Address, seq: int) -
 
 def test_every_message_of_the_protocol_is_known() -> None:
     """A dataclass of `messages` is a message, or a part of one."""
-    parts = {m.Segment, m.Layer, m.LayerTimes, m.CpuUpdate, m.CoTrained, m.Process, m.RankStatus}
+    parts = {m.Segment, m.Layer, m.LayerTimes, m.CpuUpdate, m.Process, m.RankStatus}
     declared = {cls for cls in vars(m).values() if dataclasses.is_dataclass(cls) and cls.__module__ == m.__name__}
     assert declared - parts == set(MESSAGES)
 

@@ -88,12 +88,6 @@ SCALE = 'the loss\'s scale must be "dynamic" or a number'
         *((f"optimizer.k={k}", K) for k in ("1.5", "nan", "half", "true", "[0]", "")),
         *((f"train.loss_scale={scale}", SCALE) for scale in ("static", "0", "nan", "true")),
         ("train.grad_accumulation=5", "multiple of train.grad_accumulation"),
-        ("train.cpu_parts=-1", 'must be "auto" or at least 0'),
-        ("train.cpu_parts=true", 'must be "auto" or at least 0'),
-        ("train.cpu_parts=auto", "needs a larger train.grad_accumulation"),
-        ("train={steps: 5, grad_accumulation: 2, cpu_parts: 2}", "needs a larger train.grad_accumulation"),
-        ("train={steps: 5, grad_accumulation: 2, cpu_parts: 1, compile: blocks}", "is not for train.compile"),
-        ("train={steps: 5, grad_accumulation: 2, cpu_parts: 1, loss_scale: 8}", "is not for train.loss_scale"),
         ("train.steps=many", '"train.steps" is'),
         ("train.steps=0", "greater than or equal to 1"),
         ("train.lr=.inf", "finite"),
@@ -128,17 +122,6 @@ SCALE = 'the loss\'s scale must be "dynamic" or a number'
 )
 def test_bad_values_are_one_sentence(recipe_file: Path, override: str, part: str) -> None:
     assert part in refusal(recipe_file, override)
-
-
-def test_co_training_is_for_one_rank_that_trains_all_weights(recipe_file: Path) -> None:
-    beside = "train.grad_accumulation=2", "train.cpu_parts=1"
-    recipe = config.load(recipe_file, beside)
-    config.check_ranks(recipe, 1)
-    with pytest.raises(ConfigError, match=r"train.cpu_parts is for one rank, but this job has 2"):
-        config.check_ranks(recipe, 2)
-    recipe_file.write_text(yaml.safe_dump({**MINIMAL, "model": {"path": "model"}, "lora": {"r": 4}}))
-    with pytest.raises(ConfigError, match=r"train.cpu_parts is not for lora"):
-        config.load(recipe_file, beside)
 
 
 def test_bad_files_are_one_sentence(tmp_path: Path) -> None:
@@ -195,13 +178,6 @@ def test_the_template_has_every_key_with_its_default(tmp_path: Path) -> None:
     assert config.validate(short, "the shortest") == sections
     for line in ("max_grad_norm: null  # clips the global norm\n", "on_divergence: stop  # or continue; "):
         assert line in everything
-
-
-def test_adapters_and_a_fused_gelu_exclude_each_other() -> None:
-    model = {"path": "folder", "fused_gelu": True}
-    tree = {"lora": {}, "model": model, "data": {"paths": ["a"]}, "train": {"steps": 1}}
-    with pytest.raises(ConfigError, match=r"model\.fused_gelu is not for lora"):
-        config.validate(tree, "x")
 
 
 def test_init_writes_a_recipe_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

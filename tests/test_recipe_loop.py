@@ -43,10 +43,10 @@ from hytrain.recipe.optimizer import Process
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress, Speed
 from hytrain.recipe.readout import Readout
-from hytrain.recipe.saved import latest
 from hytrain.recipe.schedule import factors
 from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation, evaluate
+from hytrain.run.saved import latest
 from hytrain.state import manifest, tensor_file
 from protocol.metrics import BY_NAME
 from workers.train import trainer

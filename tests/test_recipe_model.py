@@ -19,7 +19,6 @@ from hytrain.model.deferred import Piece, recording, replay
 from hytrain.readable import gib
 from hytrain.recipe import adapters, config, model
 from hytrain.recipe.estimate import estimate, need, planes_of
-from hytrain.recipe.fused import Conv1DGelu
 from hytrain.recipe.schedule import factors, scheduler
 from hytrain.step.offload import SLOTS
 from protocol.handles import Precision
@@ -76,47 +75,6 @@ def test_a_recorded_model_gets_the_values_of_a_built_one(fields: dict[str, Any],
     expected = dict([*built.named_parameters(), *built.named_buffers()])
     assert pieces.keys() == expected.keys() and torch.equal(torch.get_rng_state(), after)
     assert [name for name in pieces if not torch.equal(values[pieces[name].storage], expected[name])] == []
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        *({**GPT2, "activation_function": name} for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")),
-        {**GPT2, "model_type": "openai-gpt"},
-    ],
-    ids=lambda fields: fields.get("activation_function", fields["model_type"]),
-)
-def test_a_fused_model_computes_what_the_plain_one_does(fields: dict[str, Any]) -> None:
-    """The same names and values, gradients within rounding; also recorded, recomputed and under autocast."""
-    fields = {**fields, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}
-    tokens, found = torch.arange(24).view(2, 12), []
-    recomputes = [{"gradient_checkpointing": True}] if fields["model_type"] == "gpt2" else []
-    for fused in ({}, *({"fused_gelu": True, **others} for others in ({}, *recomputes))):
-        wanted = config.Model.model_validate({"config": fields, **fused})
-        hf = model.configuration(wanted, 256, 64)
-        torch.manual_seed(3)
-        module = model.build(wanted, hf, CPU)
-        assert sum(isinstance(part, Conv1DGelu) for part in module.modules()) == (2 if fused else 0)
-        loss = module(input_ids=tokens, labels=tokens).loss
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.testing.assert_close(module(input_ids=tokens, labels=tokens).loss, loss, rtol=0.01, atol=0)
-        loss.backward()
-        found.append({name: (p.detach(), p.grad) for name, p in module.named_parameters()})
-        deferred = model.build_deferred(wanted, hf, CPU, 64)
-        assert [name for name, _ in deferred.named_parameters()] == list(found[-1])
-    plain, fused, *recomputed = found
-    for name, (value, grad) in plain.items():
-        assert torch.equal(value, fused[name][0])
-        torch.testing.assert_close(fused[name][1], grad, rtol=1e-4, atol=1e-6)
-        assert all(torch.equal(each[name][1], fused[name][1]) for each in recomputed)
-
-
-def test_a_model_without_such_an_mlp_is_not_fused() -> None:
-    for fields in (LLAMA, {**GPT2, "activation_function": "relu"}, {**GPT2, "activation_function": "gelu"}):
-        wanted = config.Model.model_validate({"config": fields, "fused_gelu": True})
-        hf = model.configuration(wanted, 256, 64)
-        with pytest.raises(ConfigError, match=f"this {fields['model_type']} has none: leave it out"):
-            model.build(wanted, hf, CPU)
 
 
 def test_model_from_a_folder(tmp_path: Path) -> None:
@@ -185,7 +143,7 @@ def test_cost_of_a_token() -> None:
     """The 3.4 B Llama at 0.534 s a step of 8 x 1024 tokens makes 323 TFLOP/s, a third of an H200's peak."""
     recipe = config.load(Path(__file__).parent.parent / "examples" / "llama-3b-random.yaml")
     hf = model.configuration(recipe.model, None, 1024)
-    cost = model.cost(model.skeleton(hf, "bfloat16"), hf, 1024)
+    cost = model.cost(model.build_empty(recipe.model, hf), hf, 1024)
     rate = 8 * 1024 / 0.534
     assert cost.parameters == 3_426_473_600
     assert cost.tflops(rate) == pytest.approx(323, abs=1)
@@ -196,8 +154,8 @@ def test_cost_of_a_token() -> None:
 def test_biases_of_experts_do_not_decay_though_they_are_fused() -> None:
     """A row for each expert makes a matrix of them."""
     experts = {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 16}
-    hf = model.configuration(config.Model(config={"model_type": "gpt_oss", **experts, **SIZES}), 256, 64)
-    module = model.skeleton(hf, "bfloat16")
+    wanted = config.Model(config={"model_type": "gpt_oss", **experts, **SIZES})
+    module = model.build_empty(wanted, model.configuration(wanted, 256, 64))
     decaying, plain = model.decay_groups(module, 0.1)
     names = {id(p): name for name, p in module.named_parameters()}
     assert {p.ndim for p in plain["params"]} == {1, 2}
@@ -213,8 +171,9 @@ def test_a_token_costs_what_the_experts_cost_that_it_is_routed_to() -> None:
 
     def flops(experts: int, chosen: int) -> float:
         sizes = {"num_key_value_heads": 2, "num_local_experts": experts, "num_experts_per_tok": chosen, **SIZES}
-        hf = model.configuration(config.Model(config={"model_type": "mixtral", **sizes}), 256, 64)
-        module = model.skeleton(hf, "bfloat16")
+        wanted = config.Model(config={"model_type": "mixtral", **sizes})
+        hf = model.configuration(wanted, 256, 64)
+        module = model.build_empty(wanted, hf)
         found = model.cost(module, hf, 64)
         assert found.parameters == sum(p.numel() for p in module.parameters())
         for layer in module.model.layers:
@@ -341,9 +300,6 @@ def test_estimate_counts_without_building(tmp_path: Path) -> None:
     page = result.render()
     for word in ("remainder", "exp_avg_sq", "trainer (GPU)", "0.25", "Free now", f"{result.trainable:,}"):
         assert word in page
-    assert "part that the CPU trains" not in page
-    beside = estimate(config.load(path, ["data.batch_size=4", "train.grad_accumulation=4", "train.cpu_parts=auto"]))
-    assert f"Each part that the CPU trains: {gib(2 * result.trainable)} of host memory." in beside.render()
 
 
 def test_estimate_of_activations_in_host_memory(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from hytrain.recipe import model, report
 
 pytest.importorskip("sklearn")
 
-from examples.studies import cotraining, decoder, digits
+from examples.studies import decoder, digits
+from examples.studies.cotraining import study
 
 ROW = re.compile(r"^\| (.+) \|$", re.MULTILINE)
 
@@ -38,7 +39,7 @@ def test_the_models_can_be_built() -> None:
     """Slow tests train them in their small form; here they are built in each form, co-training's without memory."""
     for width, depth in ((64, 2), (1024, 4)):
         assert digits.perceptron(width, depth)(torch.ones(2, 64)).shape == (2, 10)
-    for shape in (cotraining.SMALL, cotraining.ON_CPU, cotraining.ON_GPU):
+    for shape in (study.SMALL, study.ON_CPU, study.ON_GPU):
         wanted = shape.recipe.model
         built = model.build_empty(wanted, model.configuration(wanted, None, shape.length))
         assert built.config.num_hidden_layers == shape.layers
@@ -68,7 +69,7 @@ def test_the_table_of_co_training_has_a_row_for_each_number_of_parts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(report, "draw_curve", lambda *arguments: None)  # matplotlib keeps its fonts open
-    found = rows(cotraining.main, capsys)
+    found = rows(study.main, capsys)
     assert [row[0][:1] for row in found] == ["0", "1"]
     assert sum("chosen by auto" in row[0] for row in found) == 1
     assert min(float(row[2]) for row in found) == 1.0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from examples.studies import cotraining, decoder, digits
+from examples.studies import decoder, digits
+from examples.studies.cotraining import study
 
 if __name__ == "__main__":
     digits.main()
     print()
     decoder.main()
     print()
-    cotraining.main()
+    study.main()

@@ -1,4 +1,4 @@
-"""The updates: the same arithmetic in several implementations, from `protocol.rules`; and bias + GELU.
+"""The updates: the same arithmetic in several implementations, from `protocol.rules`.
 
 Importing this package does not import torch. `choice.load` imports the module of the chosen backend.
 
@@ -12,8 +12,4 @@ Importing this package does not import torch. `choice.load` imports the module o
     split.py            the fp32 master behind bf16 and fp16 weights, in torch
     rounding.py         moments in bf16, rounded stochastically, in torch
     float8.py           moments as 8-bit floats, in torch
-
-    bias_gelu.py        bias and GELU in one pass, as an operator of torch
-    native_bias_gelu.py    C++ and OpenMP (bias_gelu.cpp), built by build.py at first use
-    triton_bias_gelu.py    for tensors on a GPU, in Triton
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 from hytrain.planner.book import Ewma, MeasurementBook, Rates
 from hytrain.planner.contention import Crowding
 from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
-from hytrain.planner.ladder import Infeasible
+from hytrain.planner.ladder import SAME_SPEED, Infeasible
 from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
 from hytrain.planner.moves import first_part
 from hytrain.planner.policies import Decision, Shares, decide, drawn_offloads, drawn_visits, first_lids
@@ -23,6 +23,7 @@ from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Order, Pro
 from hytrain.planner.simulate import Event, Timeline, simulate
 
 __all__ = [
+    "SAME_SPEED",
     "Crowding",
     "Decision",
     "Event",

@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+from hytrain.planner.ladder import SAME_SPEED
 from hytrain.planner.policies import mixed
 from hytrain.planner.profile import Profile
 from hytrain.planner.simulate import simulate
 
-#: The fraction of a step that being ahead must save to begin, and to continue. They differ so the mode does not flap.
-BEGIN_GAIN: Final = 0.01
+#: The fraction of a step that being ahead must save to go on. To begin, it is `SAME_SPEED`: so the mode does not flap.
 KEEP_GAIN: Final = 0.003
 WEIGHT: Final = 0.1  # weight of the newest step in the smoothed share
 
@@ -52,7 +52,7 @@ def gain(profile: Profile, gpu_lids: frozenset[int], clipped: float) -> float:
 
 def is_worth_it(gained: float, *, now: bool) -> bool:
     """Whether to be ahead from now on. `now` says whether the CPU is ahead already."""
-    return gained >= (KEEP_GAIN if now else BEGIN_GAIN)
+    return gained >= (KEEP_GAIN if now else SAME_SPEED)
 
 
 def drawn(seed: int) -> bool:

@@ -33,7 +33,6 @@ SHARES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 CLIMBS: Final = 3  # around so many of the fastest shares, others are tried
 #: Of visits, and of offloaded weights.
 Shares = tuple[float, float]
-NO_RESIDUALS: Final[Mapping[Shares, float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +58,8 @@ def decide(
     objective: str = "speed",
     visit: float | None = 0.0,
     offload: float | None = 0.0,
-    residuals: Mapping[Shares, float] = NO_RESIDUALS,
-    steps_s: Mapping[Shares, float] = NO_RESIDUALS,
+    residuals: Mapping[Shares, float] = MappingProxyType({}),
+    steps_s: Mapping[Shares, float] = MappingProxyType({}),
     seed: int = 0,
 ) -> Decision:
     """The layers that the GPU should own, given its current ones. The memory limits always hold.
@@ -95,20 +94,7 @@ def decide(
         visits, offloads = (SHARES if share is None else (share,) for share in (visit, offload))
         profile = _best_shares(visits, offloads, objective, now, limits, min_gain, residuals, steps_s)
     limits = limits.beside_visits(profile)
-    ladder = build_ladder(profile, limits, profile.layers)
-    if policy == "fixed" and fixed_k is not None:
-        target = _by_formula("k as given", fixed_k, profile, ladder)
-    elif policy == "cotrain":
-        target = _by_formula("(t_U - t_B) / 2 t_U", cotrain_k(profile), profile, ladder)
-    elif policy == "balance":
-        target = _by_formula("(t_U - t_B) / (1 + α) t_U", balance_k(profile), profile, ladder)
-    elif policy == "deadline":
-        target = aim(objective, profile, limits)
-    elif policy == "random":
-        target = _by_chance(seed, profile, limits, ladder, current)
-    else:
-        raise ValueError(f"unknown policy {policy!r}, choose one of {', '.join(POLICIES)}")
-
+    target = _target(policy, profile, limits, fixed_k, current, objective, seed)
     if target.gpu_lids != current and limits.allow(profile, current):
         if policy in ("cotrain", "balance"):
             target = _unless_close(profile, current, target)
@@ -123,6 +109,30 @@ def decide(
         predicted_step_s=simulate(profile, target.gpu_lids).step_s,
         changed=target.gpu_lids != current or (profile.visit, profile.offload) != (now.visit, now.offload),
     )
+
+
+def _target(
+    policy: str,
+    profile: Profile,
+    limits: Limits,
+    fixed_k: float | None,
+    current: frozenset[int],
+    objective: str,
+    seed: int,
+) -> Target:
+    """What the policy would choose if moves cost nothing."""
+    if policy == "deadline":
+        return aim(objective, profile, limits)
+    ladder = build_ladder(profile, limits, profile.layers)
+    if policy == "fixed" and fixed_k is not None:
+        return _by_formula("k as given", fixed_k, profile, ladder)
+    if policy == "cotrain":
+        return _by_formula("(t_U - t_B) / 2 t_U", cotrain_k(profile), profile, ladder)
+    if policy == "balance":
+        return _by_formula("(t_U - t_B) / (1 + α) t_U", balance_k(profile), profile, ladder)
+    if policy == "random":
+        return _by_chance(seed, profile, limits, ladder, current)
+    raise ValueError(f"unknown policy {policy!r}, choose one of {', '.join(POLICIES)}")
 
 
 def _best_shares(

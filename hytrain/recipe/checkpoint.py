@@ -48,10 +48,10 @@ from hytrain.memory.loan import borrow
 from hytrain.recipe.config import Recipe, Train
 from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.parallel import Job
-from hytrain.recipe.saved import HISTORY, STATE_FILE, STEP, folder_of, history
 from hytrain.recipe.tokenizer import TextTokenizer
 from hytrain.run.environment import versions
 from hytrain.run.ranks import Ranks
+from hytrain.run.saved import HISTORY, STATE_FILE, STEP, folder_of, history
 from hytrain.state import manifest, tensor_file
 from hytrain.state.locks import locked, read
 from hytrain.state.saver import Saver

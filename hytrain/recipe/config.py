@@ -80,13 +80,6 @@ OffloadedShare = Annotated[
 ]
 
 
-def _parts_or_auto(value: object) -> object:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ValueError('the number of parts that the CPU trains must be "auto" or at least 0')
-    return value
-
-
-CpuParts = Annotated[int | Literal["auto"], BeforeValidator(_parts_or_auto)]
 Ranks = Annotated[int | Literal["auto"], BeforeValidator(_count_or_rest)]
 
 #: Names of `transformers.SchedulerType` for schedules that depend on the step alone.
@@ -117,7 +110,6 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     autocast: bool = False  # forward and backward in bfloat16, parameters in float32
     gradient_checkpointing: bool = False
-    fused_gelu: bool = False  # bias and GELU in one kernel, in MLPs like GPT-2's
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:
@@ -208,7 +200,6 @@ class Train(Section):
     momentum: Annotated[float, Field(ge=0)] = 0.0  # of sgd
     nesterov: bool = False  # of sgd, with a momentum
     grad_accumulation: Positive = 1  # parts of each batch, whose gradients are summed
-    cpu_parts: CpuParts = 0  # how many of those the CPU trains beside the GPU; or auto, by speed
     loss_chunks: Positive = 1  # parts of each sequence, whose logits are there one after the other
     compile: Literal["blocks"] | None = None  # "blocks": each transformer block, by torch.compile
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None  # clips the global norm
@@ -232,19 +223,6 @@ class Train(Section):
                 raise ValueError(f"train.{name} is no hyperparameter of train.optimizer: {self.optimizer}")
         if self.nesterov and not self.momentum:
             raise ValueError("train.nesterov needs a train.momentum above 0")
-        return self
-
-    @model_validator(mode="after")
-    def _cpu_parts_fit(self) -> Train:
-        if self.cpu_parts == 0:
-            return self
-        if self.grad_accumulation <= (1 if self.cpu_parts == "auto" else self.cpu_parts):
-            raise ValueError(
-                "train.cpu_parts needs a larger train.grad_accumulation, since the GPU trains the last part"
-            )
-        for name in ("compile", "loss_scale"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"train.cpu_parts is not for train.{name}: leave one of them out")
         return self
 
     @property
@@ -363,12 +341,8 @@ class Recipe(Section):
             raise ValueError("data.batch_size must be a multiple of train.grad_accumulation")
         if self.lora is not None and self.model.path is None:
             raise ValueError("lora needs model.path, because only the adapters are trained and saved")
-        if self.lora is not None and self.model.fused_gelu:
-            raise ValueError("model.fused_gelu is not for lora, whose adapters add to the sum before the GELU")
         if self.optimizer.master_dtype == "bfloat16" and self.model.dtype != "bfloat16":
             raise ValueError("optimizer.master_dtype: bfloat16 is for model.dtype: bfloat16, so leave it out")
-        if self.lora is not None and self.train.cpu_parts != 0:
-            raise ValueError("train.cpu_parts is not for lora, whose frozen weights are on the GPU alone")
         if self.train.compile is not None and self.parallel.tensor > 1:
             raise ValueError("train.compile is not for parallel.tensor, because torch fails to compile such blocks")
         if self.sample is not None and self.data.kind == "random":
@@ -423,11 +397,6 @@ def check_ranks(recipe: Recipe, ranks: int) -> None:
     data, parts = recipe.parallel.data_ranks(ranks), recipe.train.grad_accumulation
     if ranks > 1 and recipe.lora is not None:
         raise ConfigError(f"lora is for one rank, but this job has {ranks}: start it without --nproc-per-node.")
-    if ranks > 1 and recipe.train.cpu_parts != 0:
-        raise ConfigError(
-            f"train.cpu_parts is for one rank, but this job has {ranks}: leave it out, as a CPU trainer needs all "
-            "weights, and each rank has a part of them."
-        )
     if recipe.data.batch_size % (data * parts):
         raise ConfigError(
             f"data.batch_size is {recipe.data.batch_size}, which {data} ranks cannot share"

@@ -29,7 +29,7 @@ from hytrain.memory.visits import SLOT_NUMEL
 from hytrain.memory.visits import SLOTS as RING_SLOTS
 from hytrain.model.layers import find_blocks
 from hytrain.readable import gib, table
-from hytrain.recipe import adapters, config, fused, tokenizer
+from hytrain.recipe import adapters, config, tokenizer
 from hytrain.recipe import model as models
 from hytrain.recipe.config import Recipe
 from hytrain.step.offload import SLOTS
@@ -88,7 +88,6 @@ class Estimate:
     free_device: int | None
     flops_per_step: float
     peak_tflops: float | None
-    slot_bytes: int | None  # of each part that the CPU trains; None: it trains none
     activations: int | None = 0  # of each rank, in host memory; None: not known before a step
 
     def render(self) -> str:
@@ -120,7 +119,6 @@ class Estimate:
             f"Free now: host {gib(self.free_host)}{free}.",
             "Activations, gradients in flight and the libraries themselves come on top.",
             *self._of_activations(),
-            *([f"Each part that the CPU trains: {gib(self.slot_bytes)} of host memory."] if self.slot_bytes else []),
             *(
                 [f"At most {self.most:,.1f} B parameters of this dtype fit into that, with visits."]
                 if ranks == 1
@@ -165,9 +163,7 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
     shards = mesh["data_shard"] * mesh["tensor"]
     length = recipe.data.sequence_length
     hf = models.configuration(recipe.model, _vocab_size(recipe), length)
-    model = models.skeleton(hf, recipe.model.dtype)
-    if recipe.model.fused_gelu:
-        fused.fuse(model)
+    model = models.build_empty(recipe.model, hf)
     if recipe.lora is not None:
         model = adapters.adapt(model, recipe.lora, None)
     parameters = list(model.parameters())
@@ -204,7 +200,6 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
         flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,
         peak_tflops=models.peak_tflops(device),
         activations=_offloaded(recipe, hf, model, at_once),
-        slot_bytes=sum(p.nbytes for p in parameters) if recipe.train.cpu_parts != 0 else None,
     )
 
 

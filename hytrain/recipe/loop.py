@@ -8,6 +8,7 @@ It is an ordinary PyTorch loop. A signal ends it after a step, with a checkpoint
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import cast
@@ -15,25 +16,38 @@ from typing import cast
 import torch
 
 from hytrain.config import joined_cluster
-from hytrain.cotraining.shares import CoTraining
 from hytrain.errors import ConfigError, Diverged, SavingError
 from hytrain.recipe import checkpoint, report
 from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
-from hytrain.recipe.cotraining import beside, micro_batch, share
 from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.journal import History, Journal
 from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_optimizer
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress
 from hytrain.recipe.report import Summary
-from hytrain.recipe.saved import BEGUN, mark
 from hytrain.recipe.schedule import factors, scheduler
 from hytrain.recipe.task import Task, assemble
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.ranks import Ranks
+from hytrain.run.saved import BEGUN, mark
 from hytrain.state.saver import Saver
 from hytrain.trackers import Trackers, check_trackers
+
+
+def backward_in_turn(task: Task, opt: TrainingOptimizer, parts: Iterable[tuple[Batch, float]]) -> torch.Tensor:
+    """Forward and backward of a step's parts. Returns the sum of their mean losses over their divisors, shape ()."""
+    total = torch.zeros((), device=task.device)
+    for part, divisor in parts:
+        with torch.autocast(task.device.type, torch.bfloat16, enabled=task.recipe.model.autocast):
+            loss = task.model(**part.inputs(task.device)).loss / divisor
+        opt.scale(loss).backward()
+        total += loss.detach()
+    return total
+
+
+#: What trains a step's parts: `backward_in_turn`, or what shares them with others.
+Backward = Callable[[Task, TrainingOptimizer, Iterable[tuple[Batch, float]]], torch.Tensor]
 
 
 def train(
@@ -42,6 +56,7 @@ def train(
     optimizer_factory: Factory | None = None,
     terminal: bool | None = None,
     ending: Ending | None = None,
+    backward: Backward = backward_in_turn,
 ) -> Summary:
     """Trains the recipe in the existing folder `run_dir`, draws the curve, writes the sample, returns the summary.
 
@@ -70,8 +85,8 @@ def train(
     ):
         journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start), trackers)
         with ending.after_a_step(), closing(Saver()) as saver:
-            cotraining, steps = beside(task, opt, progress), range(start, end)
-            validation, saved = run_steps(task, opt, journal, progress, run_dir, steps, ending, saver, cotraining)
+            steps = range(start, end)
+            validation, saved = run_steps(task, opt, journal, progress, run_dir, steps, ending, saver, backward)
             processes = opt.processes()
     cost, curve = task.cost, run_dir / "loss.png"
     if job.speaks:
@@ -103,7 +118,7 @@ def run_steps(
     steps: range,
     ending: Ending,
     saver: Saver,
-    cotraining: CoTraining | None = None,
+    backward: Backward = backward_in_turn,
 ) -> tuple[Validation | None, Path | None]:
     """Trains. Returns the validation and the checkpoint of the last step; no checkpoint if its weights are not finite.
 
@@ -118,15 +133,7 @@ def run_steps(
     for step in steps:
         batch = task.batch(step)
         lr = opt.param_groups[0]["lr"]
-        parts, loss = (
-            batch.parts(plan.grad_accumulation, job.data_rank, job.data_ranks),
-            torch.zeros((), device=task.device),
-        )
-        if cotraining is None:
-            for part, divisor in parts:
-                loss += train_part(task, opt, part, divisor)
-        else:
-            loss = sum(cotraining.backward([micro_batch(*part) for part in parts]), loss)
+        loss = backward(task, opt, batch.parts(plan.grad_accumulation, job.data_rank, job.data_ranks))
         opt.step()
         opt.zero_grad()
         schedule.step()
@@ -171,13 +178,6 @@ def run_steps(
             raise Ended(max(job.ranks.gather(ending.number)), f"ended after step {step + 1}, {result}")
         journal.restart_clock()
     return validation, saved
-
-
-def train_part(task: Task, opt: TrainingOptimizer, part: Batch, divisor: float) -> torch.Tensor:
-    """Forward and backward of a part of a batch. Returns its mean loss over the divisor, shape ()."""
-    loss = share(task.model, micro_batch(part, divisor, task.device), autocast=task.recipe.model.autocast)
-    opt.scale(loss).backward()
-    return loss.detach()
 
 
 def due(every: int | None, step: int, steps: range) -> bool:

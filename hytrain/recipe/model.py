@@ -1,7 +1,7 @@
 """The recipe's Hugging Face model, on its device and in its dtype, and the FLOPs of a token.
 
-`task` calls `configuration`, `build` and `compile_blocks`; `estimate` calls `configuration` and `skeleton`, which needs
-no memory; `cotraining` calls `build_empty`.
+`task` calls `configuration`, `build` and `compile_blocks`; `estimate` calls `configuration` and `build_empty`, which
+needs no memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hytrain.errors import ConfigError
 from hytrain.model.blueprint import Blueprint
 from hytrain.model.deferred import recording
 from hytrain.model.layers import find_blocks
-from hytrain.recipe import config, fused, sharding
+from hytrain.recipe import config, sharding
 from hytrain.recipe.config import suggestion
 from hytrain.recipe.sharding import inference
 
@@ -125,8 +125,10 @@ def build_sharded(model: config.Model, hf: Any, device: torch.device, mesh: Devi
 
 
 def build_empty(model: config.Model, hf: Any) -> Any:
-    """The model that `build` makes, on the meta device."""
-    return _prepared(skeleton(hf, model.dtype), model)
+    """The model that `build` makes, on the meta device: shapes and dtypes without memory. Raises ConfigError, too."""
+    with _refused(hf), torch.device("meta"):
+        module = _AUTO_MODEL.from_config(hf, dtype=getattr(torch, model.dtype))
+    return _prepared(module, model)
 
 
 def _recorded(model: config.Model, hf: Any, device: torch.device, sequence_length: int) -> tuple[Any, Blueprint]:
@@ -160,8 +162,6 @@ def _loaded(model: config.Model, hf: Any) -> Any:
 def _prepared(module: Any, model: config.Model) -> Any:
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError("The model has no parameters to train; check model.config.")
-    if model.fused_gelu:
-        fused.fuse(module)
     if model.gradient_checkpointing:
         # Transformers 5 has renamed the method and warns about the old name.
         enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
@@ -186,12 +186,6 @@ def _refused(hf: Any) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"model.config makes no {hf.model_type} that works: {reason}") from None
-
-
-def skeleton(hf: Any, dtype: str) -> Any:
-    """The model on the meta device: shapes and dtypes without memory. Raises ConfigError for an impossible one."""
-    with _refused(hf), torch.device("meta"):
-        return _AUTO_MODEL.from_config(hf, dtype=getattr(torch, dtype))
 
 
 def compile_blocks(model: nn.Module, where: torch.device) -> None:

@@ -15,7 +15,7 @@ from hytrain.run.ownership import PlanBook
 from hytrain.statistics import Statistics
 from hytrain.step.common import Common
 from hytrain.step.handover import Handover
-from protocol.messages import CoTrained, Plan, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
+from protocol.messages import Plan, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
 from protocol.placement import Places
 
 #: What the host has is asked for once in so many steps: it takes half a millisecond.
@@ -43,7 +43,6 @@ class Boundary:
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
         self.loop_saves = False  # checkpoints, when it is asked to
-        self.cotrained: CoTrained | None = None  # this step
         self.to_trace: int | None = None  # steps whose timeline somebody asks for, 0 to end it
 
     @property
@@ -71,7 +70,6 @@ class Boundary:
         times = self._meter.end_step(step, number)  # first: it also sets the meter's numbers below
         now_s, places, room = time.monotonic(), Places.of(layer.placement for layer in self._layers), self._gpu_room()
         to_device_bytes, to_host_bytes = self._traffic.take()
-        cotrained, self.cotrained = self.cotrained, None
         self.statistics = Statistics(
             step=number,
             step_s=now_s - self._stepped_s,
@@ -110,7 +108,6 @@ class Boundary:
                 to_host_bytes=to_host_bytes,
                 layers=times,
                 saves=self.loop_saves,
-                cotrained=cotrained,
             ),
         )
         self._trace(step + 1, has_drawn)

@@ -24,6 +24,7 @@ from torch import Tensor
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.memory.capacity import Room
+from hytrain.memory.lending import Lending, Lent
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.memory.visits import Visits
@@ -55,7 +56,6 @@ from hytrain.step.scaling import LossScale
 from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
 from protocol.messages import (
-    CoTrained,
     Message,
     Plan,
     PositionsLearned,
@@ -107,6 +107,7 @@ class Engine:
         self._activations, self._accumulation = activations, accumulation
         self._steps_before = 0
         self._is_asked_to_save = False
+        self._lending: Lending | None = None  # once weights were lent
         self._renew: Callable[[], bool] = lambda: False
         self._health = Health(updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
@@ -241,9 +242,11 @@ class Engine:
         """
         return self.backward.add(gradients)
 
-    def note_cotrained(self, cotrained: CoTrained) -> None:
-        """Report with the step how its batch was shared."""
-        self._boundary.cotrained = cotrained
+    def lend_weights(self) -> dict[str, Lent]:
+        """Wait for all updates. Returns where another process finds each parameter's weights, by its name."""
+        self.import_written()
+        self._lending = self._lending or Lending(self._parameters)
+        return self._lending.weights()
 
     def drop_gradients(self) -> None:
         """Discard the sums of gradients. Raises `UsageError` if the step's updates have begun."""
@@ -418,6 +421,8 @@ class Engine:
         for layer in self._layers:
             layer.close()
         self._visits.close()
+        if self._lending is not None:
+            self._lending.close()
         if self._activations is not None:
             self._activations.close()
         self._accumulation.close()

@@ -21,8 +21,8 @@ import torch
 from forks import Forked
 from ranks import RankGroup
 
+from examples.studies.cotraining import partner
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
-from hytrain.cotraining import partner
 from hytrain.run import cluster as clusters
 from hytrain.run.cluster import PrivateCluster
 from hytrain.run.seats import Seat

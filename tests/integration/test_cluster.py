@@ -31,7 +31,7 @@ from hytrain.errors import ConfigError
 from hytrain.memory.capacity import gpu_memory
 from hytrain.monitoring import live_runs
 from hytrain.recipe import config as recipes
-from hytrain.recipe.saved import latest
+from hytrain.run.saved import latest
 from hytrain.run.seats import SHORT
 from hytrain.state.folders import INDEX
 from protocol.metrics import BY_NAME

@@ -17,19 +17,19 @@ import pytest
 import torch
 import yaml
 from helpers import DEADLINE_S, differing, on_waiting, process, state, wait_for, weights
-from programs import CLUSTER, roles_below, started
+from programs import started
 from torch import Tensor, nn
 from variants import slow
 
-from hytrain import session
-from hytrain.cotraining import shares
-from hytrain.cotraining.partner import Partner
+from examples.studies.cotraining import recipes, shares
+from examples.studies.cotraining.partner import ROOT, WORKER, Partner
+from examples.studies.cotraining.planner import Step
+from examples.studies.cotraining.wire import TakeBack
 from hytrain.errors import CapacityError, ClusterError
+from hytrain.memory.lending import Lending
 from hytrain.optim import Optimizer
-from hytrain.planner.cpu_parts import Step
-from hytrain.recipe import config, cotraining, loop, report
+from hytrain.recipe import config, loop, report
 from hytrain.recipe.optimizer import hytrain_optimizer
-from protocol.messages import Computed, TakeBack
 
 PARTS, STEPS = 4, 8
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -42,7 +42,7 @@ RANDOM = {
     "run": {"threads": 1},
     "model": {"config": {**LLAMA, "vocab_size": 64}},
     "data": {"kind": "random", "sequence_length": 8, "batch_size": 2},
-    "train": {"steps": 1_000_000, "device": "cpu", "grad_accumulation": 2, "cpu_parts": 1},
+    "train": {"steps": 1_000_000, "device": "cpu", "grad_accumulation": 2},
 }
 TREE: dict[str, Any] = {
     "run": {"seed": 5, "threads": 1},
@@ -88,7 +88,11 @@ class Trainings:
         (folder / "text.txt").write_text(" ".join(words))
 
     def __call__(
-        self, *overrides: str, schedule: Sequence[int] | None = None, model: Mapping[str, Any] = LLAMA
+        self,
+        *overrides: str,
+        cpu_parts: int | str | None = None,
+        schedule: Sequence[int] | None = None,
+        model: Mapping[str, Any] = LLAMA,
     ) -> dict[str, Tensor]:
         """Weights, state and losses after training. With a schedule, the CPU has so many parts in each step."""
         recipe = self._folder / "recipe.yaml"
@@ -104,12 +108,16 @@ class Trainings:
         with self._patches.context() as patch:
             patch.setattr(report, "draw_curve", lambda *arguments: None)  # matplotlib keeps its fonts open
             if schedule is not None:
-                overrides = (*overrides, "train.cpu_parts=auto")
+                cpu_parts = "auto"
                 patch.setattr(Scheduled, "schedule", schedule)
                 patch.setattr(shares, "CpuPartsPlanner", Scheduled)
                 patch.setattr(shares, "FIRST_TRIAL", 10**9)
             try:
-                loop.train(config.load(recipe, overrides), run_dir, make, terminal=False)
+                wanted = config.load(recipe, overrides)
+                if cpu_parts is None:
+                    loop.train(wanted, run_dir, make, terminal=False)
+                else:
+                    recipes.train(wanted, run_dir, cpu_parts, make)
                 [(module, opt)] = made
                 opt.synchronize()
                 result = {**weights(module), **state(opt)}
@@ -156,9 +164,9 @@ def test_dropout_does_not_depend_on_who_trains_a_part(trained: Trainings) -> Non
 
 
 def test_dropout_goes_on_as_it_would_have(trained: Trainings, tmp_path: Path) -> None:
-    options = "train.cpu_parts=2", "train.checkpoint_every=4"
-    expected = trained(*options, model=GPT2)
-    ours = trained(*options, f"train.resume={tmp_path}/run-0/checkpoints/step-4", model=GPT2)
+    every = "train.checkpoint_every=4"
+    expected = trained(every, cpu_parts=2, model=GPT2)
+    ours = trained(every, f"train.resume={tmp_path}/run-0/checkpoints/step-4", cpu_parts=2, model=GPT2)
     assert differing({**ours, "losses": expected["losses"]}, expected) == []
 
 
@@ -170,7 +178,7 @@ def assert_close(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def test_parts_make_the_batch_within_rounding(trained: Trainings) -> None:
-    assert_close(trained("train.cpu_parts=2"), trained("train.grad_accumulation=1"))
+    assert_close(trained(cpu_parts=2), trained("train.grad_accumulation=1"))
 
 
 @pytest.mark.gpu
@@ -190,22 +198,18 @@ def test_a_gpu_and_the_cpu_make_the_batch_within_rounding(options: tuple[str, ..
 
 def test_weights_are_lent_once_all_updates_have_ended(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer process is stopped from before a step's updates until somebody waits for one."""
-    optimizers, cotrain, add = list[psutil.Process](), Optimizer.cotrain, Partner.add
+    optimizers, add = list[psutil.Process](), Optimizer.add_gradients
 
-    def found(self: Any, *arguments: Any, **options: Any) -> shares.CoTraining:
-        optimizers.append(process(self, "optimizer"))
-        return cotrain(self, *arguments, **options)
-
-    def added(self: Partner, slot: int, computed: Computed) -> bool:
-        is_added = add(self, slot, computed)
+    def added(self: Any, gradients: Any) -> Any:
+        optimizers[:] = [process(self, "optimizer")]
+        taken = add(self, gradients)
         optimizers[0].suspend()
-        return is_added
+        return taken
 
-    monkeypatch.setattr(Optimizer, "cotrain", found)
-    monkeypatch.setattr(Partner, "add", added)
+    monkeypatch.setattr(Optimizer, "add_gradients", added)
     on_waiting(monkeypatch, lambda what: optimizers[0].resume() if optimizers else None)
     try:
-        ours = trained("optimizer.k=0", "train.cpu_parts=3")
+        ours = trained("optimizer.k=0", cpu_parts=3)
     finally:
         optimizers[0].resume()
     optimizers.clear()
@@ -213,15 +217,15 @@ def test_weights_are_lent_once_all_updates_have_ended(trained: Trainings, monkey
 
 
 def test_no_copy_is_made_of_what_the_cpu_owns(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied, close = list[int](), Partner.close
+    copied, close = list[int](), Lending.close
 
-    def look(self: Partner) -> None:
-        copied.append(os.fstat(self._lending.copies.descriptor).st_blocks)
+    def look(self: Lending) -> None:
+        copied.append(os.fstat(self._copies.descriptor).st_blocks)
         close(self)
 
-    monkeypatch.setattr(Partner, "close", look)
-    trained("optimizer.k=0", "train.cpu_parts=1")
-    trained("optimizer.k=1", "train.cpu_parts=1")
+    monkeypatch.setattr(Lending, "close", look)
+    trained("optimizer.k=0", cpu_parts=1)
+    trained("optimizer.k=1", cpu_parts=1)
     assert copied[0] == 0 and copied[1] > 0
 
 
@@ -265,14 +269,14 @@ def test_a_cpu_trainer_that_is_lost_costs_no_bit(
     """In the third step, when it should have begun with its parts."""
     asked, hand_over = list[None](), Partner.hand_over
 
-    def handed_over(self: Partner, batches: Any) -> list[int]:
+    def handed_over(self: Partner, lent: Any, batches: Any) -> list[int]:
         asked.append(None)
         if len(asked) == 3:
             hurt(self)
-        return hand_over(self, batches)
+        return hand_over(self, lent, batches)
 
     monkeypatch.setattr(Partner, "hand_over", handed_over)
-    ours = trained("train.cpu_parts=2")
+    ours = trained(cpu_parts=2)
     assert trained.cpu_parts == [2, 2, 0, 0, 0, 0, 0, 0]
     assert differing(ours, trained.alone()) == []
     told = [line for line in capsys.readouterr().err.splitlines() if "is lost" in line]
@@ -282,14 +286,15 @@ def test_a_cpu_trainer_that_is_lost_costs_no_bit(
 
 def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path, run_dir: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RANDOM))
-    command, options = (sys.executable, CLUSTER, "recipe.yaml"), {"cwd": tmp_path, "stderr": subprocess.STDOUT}
-    with started(*command, how=subprocess.Popen, **options) as launcher:
+    words = "--recipe", str(tmp_path / "recipe.yaml"), "--run-dir", str(tmp_path), "--cpu-parts", "1"
+    command = sys.executable, "-m", "examples.studies.cotraining", *words
+    options: dict[str, Any] = {"cwd": ROOT, "stderr": subprocess.STDOUT}
+    with started(*command, **options) as trainer:
         metrics = run_dir / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and metrics.read_text())
-        trainer = roles_below(psutil.Process(launcher.pid))["trainer"]
-        [helper] = [child for child in trainer.children() if "workers.train.cpu_trainer" in child.cmdline()]
+        [helper] = [child for child in psutil.Process(trainer.pid).children() if WORKER in child.cmdline()]
         trainer.kill()
-        launcher.wait(DEADLINE_S)
+        trainer.wait(DEADLINE_S)
         helper.wait(DEADLINE_S)
 
 
@@ -299,7 +304,7 @@ def test_auto_measures_and_says_what_it_decides(
     """It does not wait for what it measures; here steps are so long that answers come in one."""
     receive = Partner.receive
     monkeypatch.setattr(Partner, "receive", lambda self, job, *, wait=True: receive(self, job))
-    ours = trained("train.cpu_parts=auto", "train.steps=60", "train.lr=1e-3")
+    ours = trained("train.steps=60", "train.lr=1e-3", cpu_parts="auto")
     assert len(told := [line for line in capsys.readouterr().err.splitlines() if "the CPU trains" in line])
     assert "of 4 parts of each batch, since a part takes " in told[0]
     assert differing(ours, trained("train.steps=60", "train.lr=1e-3")) == []
@@ -307,11 +312,11 @@ def test_auto_measures_and_says_what_it_decides(
 
 def test_what_cannot_start_is_refused(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:
     described = {"fields": {"model_type": "llama"}, "model": {}, "loss_chunks": 1}
-    monkeypatch.setattr(cotraining, "describe", lambda task: described)
+    monkeypatch.setattr(recipes, "describe", lambda task: described)
     with pytest.raises(
         ClusterError, match=r"(?s)^the CPU trainer did not start: ValidationError: .*/cpu_trainer-0.log$"
     ):
-        trained("train.cpu_parts=1")
-    monkeypatch.setattr(session, "host_bound", lambda *arguments: 0)
+        trained(cpu_parts=1)
+    monkeypatch.setattr(shares, "host_bound", lambda *arguments: 0)
     with pytest.raises(CapacityError, match="cpu_parts=1 needs 0.00 GB of host memory"):
-        trained("train.cpu_parts=1")
+        trained(cpu_parts=1)

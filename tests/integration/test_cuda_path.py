@@ -36,6 +36,7 @@ from test_k_invariance import train_and_prepare
 from torch import nn
 
 import hytrain
+from examples.studies.cotraining.shares import cotrain
 from hytrain.errors import CapacityError
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import Copy, CudaTransfers, HostTransfers, Transfer
@@ -116,6 +117,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
         monkeypatch.setattr(torch.cuda, name, stub)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr("hytrain.build.transfers_for", OverHostMemory)
+    monkeypatch.setattr("examples.studies.cotraining.partner.transfers_for", OverHostMemory)
     return current
 
 
@@ -403,7 +405,7 @@ def shared(cpu_parts: int) -> tuple[dict[str, torch.Tensor], int | None]:
     """State and weights after steps of which the CPU trains some parts, and its process at the end."""
     model = perceptron()
     with adamw(model, k=0.0) as opt:
-        cotraining = opt.cotrain(perceptron, partial(share_of_loss, parts=4), parts=4, cpu_parts=cpu_parts)
+        cotraining = cotrain(opt, model, perceptron, partial(share_of_loss, parts=4), parts=4, cpu_parts=cpu_parts)
         for step in range(3):
             cotraining.backward(micro_batches(step, 4))
             opt.step()

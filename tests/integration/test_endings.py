@@ -37,7 +37,7 @@ from hytrain.config import ClusterConfig
 from hytrain.errors import ConfigError, HyTrainError
 from hytrain.memory import host
 from hytrain.monitoring import Client
-from hytrain.recipe.saved import latest
+from hytrain.run.saved import latest
 from workers.launch import process, signals, time_limit
 from workers.launch.attempts import Attempts
 from workers.launch.cluster import STOP_GRACE_S

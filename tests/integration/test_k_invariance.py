@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from variants import every_second, slow
 
 import hytrain
+from examples.studies.gelu.mlp import fuse
 from hytrain.errors import CapacityError
 from hytrain.memory import visits
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import HostTransfers
 from hytrain.model.trained import TrainedLayer
-from hytrain.recipe.fused import fuse
 from hytrain.step import device, offload
 from hytrain.step.device import DeviceUpdates
 from workers.watch import monitor

@@ -22,6 +22,7 @@ from small_models import perceptron, share_of_loss, square_loss
 from torch import Tensor, nn
 
 import hytrain
+from examples.studies.cotraining.shares import cotrain
 from hytrain import build, session
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.memory.transfer import Copy, HostTransfers, Transfer
@@ -116,7 +117,7 @@ def test_a_part_that_is_kept_has_all_updates_and_is_an_ordinary_one() -> None:
 
 def test_co_training_that_nobody_refers_to_ends_too() -> None:
     def refer(model: nn.Module, opt: Any) -> None:
-        model.shares = opt.cotrain(perceptron, share_of_loss, parts=2, cpu_parts=1)
+        model.shares = cotrain(opt, model, perceptron, share_of_loss, parts=2, cpu_parts=1)
         model.optimizer = opt
         pids.append(model.shares.pid)
 

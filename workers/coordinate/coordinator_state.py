@@ -219,7 +219,6 @@ class CoordinatorState:
             )
             for address, hello in self._handshake.joined.items()
         ]
-        processes += [known for seat in self.fleet.taken if (known := seat.cpu_trainer()) is not None]
         planning = self.fleet.shown.planning
         layers = planning.table.layers if planning is not None else ()
         planes = planning.plane_bytes if planning is not None else ({}, {})

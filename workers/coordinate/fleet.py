@@ -40,7 +40,6 @@ class TrainerSeat:
         self.commands: Commands = ()  # that were given to it
         self.saves: bool | None = None  # whether its loop saves checkpoints on command; None before its first step
         self.gauges: Mapping[str, float] = {}  # of its GPU and host, as last read
-        self._cotrained: m.CoTrained | None = None  # in its last step
         self._replan_every = replan_every
         self._before: Planning | None = None  # of the previous trainer
         self._calibration: m.Calibration | None = None
@@ -53,7 +52,7 @@ class TrainerSeat:
             self.planning = Planning(message, self.trainer.rank, replan_every=self._replan_every)
             self._gathers_s.clear()
             self._farewells.clear()
-            self.saves = self._cotrained = None
+            self.saves = None
             if not message.continues:
                 return [*self._keep(()), *self.planning.begin()]
             if self._before is not None:
@@ -114,7 +113,7 @@ class TrainerSeat:
             case m.Verdict():
                 planning.on_verdict(message)
             case m.TrainerReport():
-                self.saves, self._cotrained = message.saves, message.cotrained
+                self.saves = message.saves
                 record = {**planning.record(message), **self.gauges}
                 if message.measured is not None:
                     self._measured(message, message.measured)
@@ -148,15 +147,6 @@ class TrainerSeat:
             cores=cores,
             gather_s=gather_s,
         )
-
-    def cpu_trainer(self) -> m.Process | None:
-        """The CPU trainer of its trainer, if the last step was shared with one."""
-        if self.planning is None or self._cotrained is None or self._cotrained.pid is None:
-            return None
-        parts, part_s = self._cotrained.cpu_parts, self._cotrained.cpu_part_s
-        each = "" if part_s is None else f", {1e3 * part_s:.1f} ms each"
-        said = f"trains {parts or 'no'} part{'s'[parts == 1 :]} of each batch{each}"
-        return m.Process(address=Address("cpu_trainer", self.trainer.rank), pid=self._cotrained.pid, detail=said)
 
     def close_records(self) -> list[Command]:
         """Write the open records: the trainer has left."""

@@ -23,7 +23,7 @@ import psutil
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.errors import ConfigError
 from hytrain.memory import host
-from hytrain.recipe import saved
+from hytrain.run import saved
 from hytrain.run.seats import holder, seat_file
 from workers import run_folder
 from workers.exits import EXIT_AGAIN, EXIT_DIVERGED, EXIT_USAGE

@@ -10,6 +10,6 @@ from __future__ import annotations
 
 from workers.planning.facts import facts, sizes_of
 from workers.planning.measured import WARM_UP_STEPS
-from workers.planning.planning import BESIDE_TRAINING, HORIZON_STEPS, MIN_GAIN, Planning
+from workers.planning.planning import BESIDE_TRAINING, HORIZON_STEPS, Planning
 
-__all__ = ["BESIDE_TRAINING", "HORIZON_STEPS", "MIN_GAIN", "WARM_UP_STEPS", "Planning", "facts", "sizes_of"]
+__all__ = ["BESIDE_TRAINING", "HORIZON_STEPS", "WARM_UP_STEPS", "Planning", "facts", "sizes_of"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from hytrain.planner import Crowding, MeasurementBook
+from hytrain.planner.book import ROLES
 from protocol import messages as m
 from protocol.placement import Places
 
@@ -24,8 +25,6 @@ WARM_UP_STEPS: Final = 1
 CPU_PATIENCE_STEPS: Final = 3
 #: Measurements may arrive this many steps late.
 OPEN_STEPS: Final = 16
-OF_LINK: Final = ("d2h_s", "h2d_s")
-TIMES: Final = ("forward_s", "backward_s", *OF_LINK, "gpu_update_s", "visit_s")
 
 
 @dataclass(slots=True)
@@ -84,7 +83,9 @@ class Measured:
         The simulation knows how visits and other copies share the link. So copies beside visits, which wait their turn,
         do not tell how fast it is.
         """
-        names = [name for name in TIMES if not (step.places.visiting and name in OF_LINK)]
+        names = [name for name in ROLES if name != "cpu_update_s"]  # the optimizer reports that
+        if step.places.visiting:
+            names = [name for name in names if name not in ("d2h_s", "h2d_s")]
         times = {
             name: {t.lid: value for t in report.layers if (value := getattr(t, name)) is not None} for name in names
         }

@@ -14,9 +14,6 @@ from protocol.handles import PLANES
 from protocol.placement import Places
 from protocol.sizes import Sizes
 
-#: Beside planes, on the device: the memory through which offloaded weights come, and that through which state visits.
-WINDOW, RING = "window", "ring"
-
 
 class PlaneBytes:
     """The planes of one trainer's layers."""
@@ -36,8 +33,8 @@ class PlaneBytes:
         for lid, placement in enumerate(places):
             host.update(self._sizes.host(lid, placement))
             device.update(self._sizes.gpu(lid, placement))
-        device[WINDOW] = self._table.window_bytes if places.offloaded else 0
-        device[RING] = self._table.ring_bytes if places.visiting else 0
-        names = (*PLANES, WINDOW, RING)
+        device["window"] = self._table.window_bytes if places.offloaded else 0  # through which offloaded weights come
+        device["ring"] = self._table.ring_bytes if places.visiting else 0  # through which state visits
+        names = (*PLANES, "window", "ring")
         by_plane, by_device_plane = ({name: found[name] for name in names if found[name]} for found in (host, device))
         return by_plane, by_device_plane

@@ -29,9 +29,8 @@ from workers.planning.room import Room
 from workers.planning.tried import Tried
 
 HORIZON_STEPS: Final = 200
-MIN_GAIN: Final = 0.01
 #: Why layers stay where they are, whatever they should do.
-NO_PLAN, NO_ROOM = "no plan fits", "layers stay, since there is no room to move any"
+NO_PLAN: Final = "no plan fits"
 #: Beside training, the CPU's updates take so many times as long as in its calibration. Measured on H200 hosts: 1.2 to
 #: 1.55. Until there are updates to measure, plans should not count on more.
 BESIDE_TRAINING: Final = 1.35
@@ -210,7 +209,7 @@ class Planning:
             fixed_k=self.wishes.k,
             current=current,
             horizon_steps=HORIZON_STEPS,
-            min_gain=MIN_GAIN,
+            min_gain=planner.SAME_SPEED,
             objective=self.wishes.objective,
             visit=visit,
             offload=offload,
@@ -264,7 +263,7 @@ class Planning:
         self._rest = None
         if places != whole:
             if places == now:
-                return self._told(NO_ROOM, reason)
+                return self._told("layers stay, since there is no room to move any", reason)
             self._rest = None if self.wishes.policy == "random" else wanted
             predicted_s = None
             reason = f"first what there is room for; {reason}"
@@ -380,7 +379,6 @@ class Planning:
             **_precision(self.table),
             "predicted_step_s": self.predicted_step_s,
             **({"skipped_steps": self.mode.skipped} if self.table.awaits_verdict else {}),
-            **_shared(report.cotrained),
             "gpu_peak_bytes": report.gpu_needed_bytes,
             **self._room.predicted(report),
         }
@@ -395,11 +393,3 @@ def _precision(table: m.LayerTable) -> dict[str, Any]:
     segments = [segment for layer in table.layers for segment in layer.segments]
     lone = any(segment.master_dtype == "bfloat16" for segment in segments)
     return Precision(segments[0].state_dtype, "bfloat16" if lone else "float32")._asdict()
-
-
-def _shared(cotrained: m.CoTrained | None) -> dict[str, Any]:
-    """What a record has of how the batch was shared."""
-    if cotrained is None:
-        return {}
-    times = {"gpu_part_s": cotrained.gpu_part_s, "cpu_part_s": cotrained.cpu_part_s}
-    return {"cpu_parts": cotrained.cpu_parts, **{name: value for name, value in times.items() if value is not None}}

@@ -28,7 +28,7 @@ from hytrain.errors import (
 from hytrain.extras import importing, needed
 from hytrain.recipe import config
 from hytrain.recipe.ending import Ended, Ending
-from hytrain.recipe.saved import BEGUN, FINISHED, mark, way_on
+from hytrain.run.saved import BEGUN, FINISHED, mark, way_on
 from workers.exits import EXIT_DIVERGED, EXIT_USAGE
 from workers.worker import worker_logging
 

@@ -16,11 +16,11 @@ from typing import Any, Final
 from hytrain import planner
 from hytrain.memory.capacity import GPU_MARGIN, WAITING_SHARE
 from hytrain.memory.visits import ring_bytes
-from hytrain.planner import Infeasible, LayerProfile, Limits, Profile
+from hytrain.planner import SAME_SPEED, Infeasible, LayerProfile, Limits, Profile
 from hytrain.step.offload import SLOTS
 from protocol import messages as m
 from protocol.handles import DTYPE_BYTES, Precision
-from workers.planning import BESIDE_TRAINING, HORIZON_STEPS, MIN_GAIN, facts, sizes_of
+from workers.planning import BESIDE_TRAINING, HORIZON_STEPS, facts, sizes_of
 
 #: What training reaches of the speed of one large matrix product: 0.6 to 0.8 on H100 and H200 hosts, with 3 to 10 B
 #: parameters.
@@ -132,7 +132,7 @@ def forecast(
             fixed_k=None,
             current=frozenset(),
             horizon_steps=HORIZON_STEPS,
-            min_gain=MIN_GAIN,
+            min_gain=SAME_SPEED,
             visit=None,
             offload=None,
         )

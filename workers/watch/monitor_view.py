@@ -409,15 +409,13 @@ def _process_table(snapshot: Snapshot, record: dict[str, Any]) -> Table:
 
 def _load(role: str, record: dict[str, Any]) -> tuple[str, str]:
     """A process's busy and stalled time in the newest step, each with its share of the step."""
-    if not record or role not in ("trainer", "optimizer", "cpu_trainer"):
+    if not record or role not in ("trainer", "optimizer"):
         return "", ""
     step_s, stalled = record["step_s"], ""
     if role == "trainer":
         busy_s, stalled = step_s - record["stall_s"], _share(record["stall_s"], step_s)
-    elif role == "optimizer":
-        busy_s = record["cpu_busy_s"]
     else:
-        busy_s = record.get("cpu_parts", 0) * record.get("cpu_part_s", 0.0)
+        busy_s = record["cpu_busy_s"]
     return "" if busy_s is None else _share(busy_s, step_s), stalled
 
 

@@ -1,4 +1,4 @@
-"""Co-training: the parts of each batch, some of which the CPU trains beside the GPU. `Optimizer.cotrain` makes one.
+"""Co-training: the parts of each batch, some of which the CPU trains beside the GPU. `cotrain` makes one.
 
     part      0    1    …  n-2-c   n-1-c  …  n-2   n-1
     who      GPU  GPU   …   GPU     CPU   …  CPU   GPU        c parts for the CPU; the last one starts the updates
@@ -7,11 +7,14 @@
 The gradients are summed in the order of the parts, whoever computed them, so who did changes no bit that the two of
 them compute alike. Each part has a seed of its own, so dropout does not depend on it either. If the CPU trainer is
 lost, the trainer computes its parts.
+
+Of HyTrain's optimizer it needs two calls: `lend_weights` and `add_gradients`.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import weakref
@@ -20,24 +23,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from hytrain.cotraining.partner import Partner
-from hytrain.cotraining.told import Told
-from hytrain.cotraining.work import moved, named, seed_of
+from examples.studies.cotraining.partner import WORKER, Partner
+from examples.studies.cotraining.planner import CpuPartsPlanner, Step
+from examples.studies.cotraining.told import Told
+from examples.studies.cotraining.wire import Computed
+from examples.studies.cotraining.work import moved, named, seed_of
+from hytrain.config import ClusterConfig
 from hytrain.errors import CapacityError, ClusterError, ConfigError, UnsupportedError, UsageError
-from hytrain.memory.clock import Mark, Span
-from hytrain.memory.transfer import Transfers
-from hytrain.model.trained import TrainedParameter
-from hytrain.planner.cpu_parts import CpuPartsPlanner, Step
-from hytrain.step.accumulation import Accumulation
-from hytrain.step.engine import Engine
-from protocol.messages import CoTrained
+from hytrain.memory.capacity import host_bound
+from hytrain.memory.clock import Clock, CudaClock, HostClock, Mark, Span
+from hytrain.model.layers import clean
+from hytrain.optim import Optimizer
+from hytrain.tensors import is_distributed
 
 #: With "auto", the CPU computes a part that is not used, to see how long it takes: after 1, 2, 4, 8, … steps.
 FIRST_TRIAL: Final = 1
@@ -46,41 +50,76 @@ _NONE: Final = 0  # no job has this number
 _log = logging.getLogger(__name__)
 
 
+def cotrain(
+    opt: Optimizer,
+    model: nn.Module,
+    build: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, Any], Tensor],
+    *,
+    parts: int,
+    cpu_parts: int | str = "auto",
+) -> CoTraining:
+    """Let a process on the CPU train some micro-batches of each step, beside the model's device.
+
+    The gradients are summed in the order of the micro-batches, whoever computed them. The process has the weights
+    where the optimizer process keeps them. It ends with what this returns, or with the trainer.
+
+    Args:
+        opt: HyTrain's optimizer of `model`.
+        model: What is trained.
+        build: Makes the model anew, without arguments. The CPU trainer calls it on the meta device, so the model takes
+            no memory there, and gives it the weights, buffers and modes of this one.
+        loss: Gets a model and a micro-batch, and returns what to call `backward()` on, shape (). Divide it by the
+            number of micro-batches yourself.
+        parts: The number of micro-batches of a step.
+        cpu_parts: How many of them the CPU trains: fewer than `parts`, or "auto" for as many as make steps shortest,
+            often none.
+
+    `build` and `loss` are functions of modules that can be imported, or `functools.partial`s of them with numbers,
+    strings, lists and dictionaries; the CPU trainer imports them by name.
+
+    Returns:
+        An object whose `backward(batches)` takes the place of the step's backwards.
+
+    Raises:
+        ConfigError: A function cannot be imported, or a number does not fit.
+        UnsupportedError: A CPU trainer cannot train this: on several ranks, with `loss_scale`.
+        CapacityError: Host memory has no room for the gradients of so many parts.
+        ClusterError: The CPU trainer does not start: `build` makes another model, for example. With "auto", the log
+            says so.
+    """
+    require_shareable(opt, model)
+    work = check(build, loss, parts=parts, cpu_parts=cpu_parts)
+    return CoTraining(opt, model, loss, work, parts=parts, cpu_parts=cpu_parts)
+
+
 class CoTraining:
     """Trains batches in parts, as many of which on the CPU as was asked for.
 
     `say` gets a sentence when it decides on a number of parts, and if the CPU trainer is lost; if None, the log does.
+    `numbers` has how the last step was shared, for the loop's log: `cpu_parts`, and once it is known how many seconds a
+    part takes on both, `gpu_part_s` and `cpu_part_s`.
     """
 
     def __init__(
         self,
-        build: Callable[[], nn.Module],
+        opt: Optimizer,
+        model: nn.Module,
         loss: Callable[[nn.Module, Any], Tensor],
+        work: dict[str, Any],
         *,
         parts: int,
         cpu_parts: int | str,
-        model: nn.Module,
-        parameters: Sequence[TrainedParameter],
-        engine: Engine,
-        transfers: Transfers,
-        accumulation: Accumulation,
-        host_bytes: int,
-        cores: Sequence[int],
-        threads: int,
-        log: Path,
-        answer_timeout_s: float,
     ) -> None:
-        """Start the CPU trainer, unless the CPU is to train nothing. `host_bytes` are there for its gradients.
-
-        Raises what `Optimizer.cotrain` raises.
-        """
-        work = check(build, loss, parts=parts, cpu_parts=cpu_parts)
+        """Start the CPU trainer, unless the CPU is to train nothing. Raises what `cotrain` raises."""
         self.say: Callable[[str], None] | None = None
-        self.is_closed = False
-        self._model, self._loss = model, loss
-        self._engine, self._accumulation, self._clock = engine, accumulation, transfers.clock
-        self._device = parameters[0].own.device
-        most = _most(parts, cpu_parts, sum(known.own.nbytes for known in parameters), host_bytes)
+        self.numbers: dict[str, float] = {}
+        self._opt, self._model, self._loss = opt, model, loss
+        trained = {clean(name): parameter for name, parameter in model.named_parameters()}
+        trained = {name: trained[name] for name in opt.lend_weights()}
+        self._device = next(iter(trained.values())).device
+        self._clock: Clock = CudaClock(self._device) if self._device.type == "cuda" else HostClock()
+        most = _most(parts, cpu_parts, sum(parameter.nbytes for parameter in trained.values()), host_bound(None))
         self._parts = parts
         self._planner = CpuPartsPlanner(parts, most) if cpu_parts == "auto" and most else None
         self._cpu_parts = 0 if cpu_parts == "auto" else int(cpu_parts)
@@ -93,23 +132,29 @@ class CoTraining:
         self._partner: Partner | None = None
         self._close_partner: Callable[[], object] = lambda: None
         if most:
-            self._told = Told(model, parameters)
-            work |= {"evaluated": self._told.evaluated, "path": [each for each in sys.path if isinstance(each, str)]}
+            self._told = Told(model, trained.keys())
+            work = work | {
+                "evaluated": self._told.evaluated,
+                "path": [each for each in sys.path if isinstance(each, str)],
+            }
+            cores, threads = sorted(os.sched_getaffinity(0)), torch.get_num_threads()
+            if self._device.type == "cuda":
+                [cores] = [list(of) for role, _, of in opt.processes() if role == "optimizer"]
+                threads = len(cores)
             try:
                 self._partner = Partner(
                     work,
-                    parameters,
+                    {name: torch.empty_like(each, device="meta") for name, each in trained.items()},
                     self._told.others,
-                    engine=engine,
-                    transfers=transfers,
+                    device=self._device,
                     slots=most,
                     cores=cores,
                     threads=threads,
-                    log=log,
-                    answer_timeout_s=answer_timeout_s,
+                    log=opt.run_dir / "logs" / "cpu_trainer-0.log",
+                    answer_timeout_s=ClusterConfig.resolve().hang_timeout_s,
                 )
                 close = self._close_partner = weakref.finalize(self, self._partner.close)
-                close.atexit = False  # the session closes this then
+                close.atexit = False  # the process ends with this one
             except ClusterError as error:
                 if self._planner is None:
                     raise
@@ -146,7 +191,7 @@ class CoTraining:
         cpu_parts = min(self._cpu_parts, last)
         first = last - cpu_parts
         losses, own, adds = torch.zeros(count, device=self._device), dict[int, Span](), list[Span]()
-        began = self._clock.mark()
+        began, seconds = self._clock.mark(), list[float]()
 
         def train(index: int) -> None:
             before = self._clock.mark()
@@ -156,42 +201,35 @@ class CoTraining:
             losses[index] = loss.detach()
             own[index] = before, self._clock.mark()
 
-        with self._accumulation.held():
+        with self._opt.no_sync():
             for index in range(first)[:1]:
                 train(index)
             jobs = self._hand_over({index: batches[index] for index in range(first, last)})
             for index in range(first)[1:]:
                 train(index)
-            seconds = list[float]()
             for slot, (index, job) in enumerate(jobs.items()):
                 assert self._partner is not None, "it has jobs"
                 computed = self._partner.receive(job)
                 before = self._clock.mark()
-                if computed is None or not self._partner.add(slot, computed):
+                if computed is None or not self._add(self._partner, slot, computed):
                     train(index)
                     continue
                 losses[index] = computed.loss
                 adds.append((before, self._clock.mark()))
                 seconds.append(computed.seconds)
         train(last)
-        ended = _Ended(
-            cpu_part_s=fmean(seconds) if seconds else None,
-            cpu_parts=cpu_parts,
-            part=own[first - 1 if first else last],
-            gap=(own[first - 1][1] if first else began, own[last][0]),
-            adds=adds,
-            marks=[began, *chain(*own.values(), *adds)],
-        )
-        self._ended = ended if count == self._parts else None
-        read = self._read
-        self._engine.note_cotrained(
-            CoTrained(
-                pid=self.pid,
-                cpu_parts=len(seconds),
-                gpu_part_s=None if read is None else read.gpu_part_s,
-                cpu_part_s=None if read is None else read.cpu_part_s,
+        if count == self._parts:
+            self._ended = _Ended(
+                cpu_part_s=fmean(seconds) if seconds else None,
+                cpu_parts=cpu_parts,
+                part=own[first - 1 if first else last],
+                gap=(own[first - 1][1] if first else began, own[last][0]),
+                adds=adds,
+                marks=[began, *chain(*own.values(), *adds)],
             )
-        )
+        self.numbers = {"cpu_parts": len(seconds)}
+        if self._read is not None and self._read.cpu_part_s is not None:
+            self.numbers |= {"gpu_part_s": self._read.gpu_part_s, "cpu_part_s": self._read.cpu_part_s}
         return losses
 
     @contextmanager
@@ -207,7 +245,7 @@ class CoTraining:
             yield
 
     def _seed_of(self, part: int) -> int:
-        return seed_of(torch.initial_seed(), self._engine.steps, part)
+        return seed_of(torch.initial_seed(), self._opt.statistics().step, part)
 
     def _hand_over(self, batches: Mapping[int, Any]) -> dict[int, int]:
         """Give parts to the CPU trainer, by their places in the batch. Returns their jobs."""
@@ -215,7 +253,15 @@ class CoTraining:
             return {}
         assert self._partner is not None, "nobody else trains parts"
         parts = [(batch, self._seed_of(index)) for index, batch in batches.items()]
-        return dict(zip(batches, self._partner.hand_over(parts), strict=True))
+        return dict(zip(batches, self._partner.hand_over(self._opt.lend_weights(), parts), strict=True))
+
+    def _add(self, partner: Partner, slot: int, computed: Computed) -> bool:
+        """Add a part's gradients to the step's. Returns whether they could be."""
+        gradients = partner.gradients(slot, computed)
+        if gradients is None:
+            return False
+        partner.taken = self._opt.add_gradients(gradients) or partner.taken
+        return True
 
     def _begin(self, part: Any) -> None:
         """A step begins: read what is known of those before, and choose the parts of this one."""
@@ -268,7 +314,7 @@ class CoTraining:
             self._tell(logging.INFO, f"{shared}, since {planner.why}")
 
     def _tell(self, level: int, sentence: str) -> None:
-        sentence = f"step {self._engine.steps + 1}: {sentence}"
+        sentence = f"step {self._opt.statistics().step + 1}: {sentence}"
         if self.say is None:
             _log.log(level, sentence)
         else:
@@ -289,7 +335,6 @@ class CoTraining:
 
     def close(self) -> None:
         """End the CPU trainer. From then on `backward` trains all parts without it."""
-        self.is_closed = True
         self._end()
 
     def _end(self) -> None:
@@ -311,6 +356,27 @@ class _Ended:
     gap: Span
     adds: list[Span]
     marks: list[Mark]
+
+
+def require_shareable(opt: Optimizer, model: nn.Module) -> None:
+    """Raises `UnsupportedError` or `UsageError` if no CPU trainer can train the optimizer's parameters."""
+    if getattr(sys.modules["__main__"].__spec__, "name", "") == WORKER:
+        raise UsageError(
+            "the CPU trainer has imported a script that trains: move the functions that cotrain() gets into a "
+            "module of their own"
+        )
+    given = [parameter for group in opt.param_groups for parameter in group["params"]]
+    has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if has_ranks or any(map(is_distributed, given)):
+        raise UnsupportedError(
+            "cotrain() with a sharded model: a CPU trainer needs all weights, and a rank has a part of them"
+        )
+    if not {*map(id, given)} <= {*map(id, model.parameters())}:
+        raise UnsupportedError("cotrain() with several modules: give the optimizer one module that has them")
+    if opt.loss_scale is not None:
+        raise UnsupportedError(
+            "cotrain() with loss_scale: the CPU trainer does not know the scale; train in bfloat16, or leave it out"
+        )
 
 
 def check(

@@ -1,8 +1,9 @@
-"""Steps of a small Llama with each number of parts on the CPU in turn, and what `train.cpu_parts: auto` chooses.
+"""Steps of a small Llama with each number of parts on the CPU in turn, and what "auto" chooses.
 
     python -m examples.studies.cotraining            # minutes
     python -m examples.studies.cotraining --busy     # another program computes on the same GPU meanwhile
     python -m examples.studies.cotraining --small    # seconds
+    python -m examples.studies.cotraining --recipe mine.yaml --run-dir runs/mine    # trains that recipe, with "auto"
 
 A batch has as many parts as sequences. Without a GPU, the model is smaller, the trainer computes with one thread, and
 the CPU trainer with another. The numbers take turns within one run, since what else a machine does changes with time.
@@ -28,9 +29,9 @@ import torch
 from torch import nn
 
 from benchmarks.columns import markdown, number
-from hytrain.cotraining import shares
-from hytrain.planner.cpu_parts import Step
-from hytrain.recipe import config, loop
+from examples.studies.cotraining import recipes, shares
+from examples.studies.cotraining.planner import Step
+from hytrain.recipe import config
 from hytrain.recipe.optimizer import TrainingOptimizer, hytrain_optimizer
 
 #: So many steps have the same number of parts; the first of them does not count.
@@ -63,7 +64,7 @@ class Shape:
             "run": {"threads": 1},
             "model": {"config": llama, "dtype": self.dtype},
             "data": {"kind": "random", "sequence_length": self.length, "batch_size": self.parts},
-            "train": {"steps": steps, "grad_accumulation": self.parts, "cpu_parts": "auto"},
+            "train": {"steps": steps, "grad_accumulation": self.parts},
         }
         return config.validate(tree, "the study")
 
@@ -103,7 +104,7 @@ def records(shape: Shape, *, in_turn: bool) -> list[dict[str, Any]]:
             patches.enter_context(patch.object(shares, "CpuPartsPlanner", InTurn))
             patches.enter_context(patch.object(shares, "FIRST_TRIAL", 0))  # which is no step
         try:
-            loop.train(shape.recipe, Path(folder), make, terminal=False)
+            recipes.train(shape.recipe, Path(folder), "auto", make)
         finally:
             [opt] = made
             opt.close()
@@ -142,10 +143,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a smaller model and fewer steps")
     parser.add_argument("--busy", action="store_true", help="another program computes on the GPU, too")
+    parser.add_argument("--recipe", type=Path, help="train this recipe in place of the study's model")
+    parser.add_argument("--run-dir", type=Path, default=Path("runs/cotraining"), help="the folder for that")
+    parser.add_argument("--cpu-parts", default="auto", help='how many of its train.grad_accumulation parts; or "auto"')
     parser.add_argument(BURDEN, action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.burden:
         burden()
+    if given.recipe:
+        given.run_dir.mkdir(parents=True, exist_ok=True)
+        cpu_parts = "auto" if given.cpu_parts == "auto" else int(given.cpu_parts)
+        print(recipes.train(config.load(given.recipe), given.run_dir, cpu_parts).render())
+        return
     shape = SMALL if given.small else ON_GPU if torch.cuda.is_available() else ON_CPU
     with other_work(given.busy):
         fixed, chosen = records(shape, in_turn=True), records(shape, in_turn=False)
@@ -171,7 +180,3 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _median_ms(row: Sequence[dict[str, Any]], name: str) -> float | None:
     values = [record[name] for record in row if name in record]
     return 1000 * median(values) if values else None
-
-
-if __name__ == "__main__":
-    main()

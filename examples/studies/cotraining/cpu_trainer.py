@@ -4,7 +4,7 @@
     LendMemory, WeightsAt, TakeBack ─▶ the parameters become views of that memory
     Compute ─▶ forward, backward ─▶ each gradient into its slot ─▶ Computed
 
-The trainer starts it (`hytrain/cotraining/partner.py`), is the only one that it talks to, and takes it along when it
+`partner` starts it. The trainer is the only one that it talks to, and takes it along when it
 ends. Torch is imported once the cores are pinned, since OpenMP reads the affinity mask when it loads.
 """
 
@@ -18,16 +18,11 @@ import signal
 import socket
 import sys
 import threading
-import traceback
 from typing import Any
 
+from examples.studies.cotraining.wire import Failed, written
 from hytrain.extras import importing
-from protocol.address import Address
-from protocol.codec import encode
-from protocol.messages import Failure
 from workers.worker import settle
-
-ADDRESS = Address("cpu_trainer", 0)
 
 _log = logging.getLogger("cpu_trainer")
 
@@ -41,17 +36,15 @@ def main() -> int:
     with socket.socket(fileno=settings["socket"]) as trainer:
         try:
             with importing():
-                from workers.train.cpu_parts import CpuParts
+                from examples.studies.cotraining.cpu_parts import CpuParts
 
-                parts = CpuParts(settings, trainer, ADDRESS)  # which imports what the model is made of
+                parts = CpuParts(settings, trainer)  # which imports what the model is made of
             parts.serve()
         except (BrokenPipeError, ConnectionResetError):
             pass
         except Exception as error:
             _log.exception("cannot go on")
-            said = f"{type(error).__name__}: {error}"
-            failure = Failure(step=None, lid=None, error=said, traceback=traceback.format_exc())
-            trainer.send(encode(failure, token=settings["token"], sender=ADDRESS, seq=0))
+            trainer.send(written(Failed(error=f"{type(error).__name__}: {error}")))
             return 1
     _log.info("the trainer is gone, exiting")
     return 0

@@ -19,9 +19,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from hytrain.cotraining.lending import view
 from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.memory import arena
+from hytrain.memory.lending import view
 from hytrain.model.layers import clean
 from hytrain.tensors import is_plain, on_device
 

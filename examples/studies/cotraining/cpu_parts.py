@@ -6,7 +6,6 @@ p.grad ─ copied into the job's slot as soon as it is complete, and freed
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import sys
@@ -18,29 +17,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hytrain.cotraining import numerics
-from hytrain.cotraining.lending import COPIES, GRADIENTS, INPUTS, MAX_DATAGRAM_BYTES, OTHERS, view
-from hytrain.cotraining.work import found, over, unpacked
+from examples.studies.cotraining import numerics
+from examples.studies.cotraining.wire import (
+    GRADIENTS,
+    INPUTS,
+    MAX_DATAGRAM_BYTES,
+    OTHERS,
+    Compute,
+    Computed,
+    LendMemory,
+    Message,
+    Ready,
+    TakeBack,
+    WeightsAt,
+    read,
+    written,
+)
+from examples.studies.cotraining.work import found, over, unpacked
 from hytrain.memory import arena
+from hytrain.memory.lending import view
 from hytrain.model.layers import clean
-from protocol.address import Address
-from protocol.codec import decode, encode
-from protocol.messages import Compute, Computed, LendMemory, Message, Ready, TakeBack, WeightsAt
-
-_log = logging.getLogger("cpu_trainer")
 
 
 class CpuParts:
     """The model, and the memory that the trainer has lent."""
 
-    def __init__(self, settings: Mapping[str, Any], trainer: socket.socket, address: Address) -> None:
+    def __init__(self, settings: Mapping[str, Any], trainer: socket.socket) -> None:
         """Build the model, and tell the trainer that it is ready. Raises `ConfigError` if it is another one."""
-        self._trainer, self._address, self._token, self._seq = trainer, address, settings["token"], 0
+        self._trainer = trainer
         self._memories: dict[int, arena.Mapping] = {}
-        numbers = (COPIES, GRADIENTS, INPUTS, OTHERS)
+        numbers = (GRADIENTS, INPUTS, OTHERS)
         for number, (descriptor, nbytes) in zip(numbers, settings["memories"], strict=True):
             self._map(number, descriptor, nbytes)
-        trained, others = self._tensors(settings["parameters"], COPIES), self._tensors(settings["others"], OTHERS)
+        described = settings["parameters"]
+        trained = {name: torch.empty((), dtype=getattr(torch, of)).expand(shape) for name, _, of, shape in described}
+        others = self._others(settings["others"])
         work = settings["work"]
         sys.path[:] = [*work["path"], *(folder for folder in sys.path if folder not in work["path"])]
         self._loss = found(work["loss"])
@@ -50,11 +61,11 @@ class CpuParts:
         torch.set_num_threads(settings["threads"])  # after the imports, which may have set them
         for name, module in self._model.named_modules():
             module.training = clean(name) not in work["evaluated"]
-        self._offsets, self._slot_bytes = [at for _, at, _, _ in settings["parameters"]], settings["slot_bytes"]
+        self._offsets, self._slot_bytes = [at for _, at, _, _ in described], settings["slot_bytes"]
         self._slot, self._has_gradient = 0, [False] * len(self._parameters)
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(partial(self._take_gradient, index))
-        self._send(Ready(detail=f"{torch.get_num_threads()} threads"))
+        self._send(Ready())
 
     def serve(self) -> None:
         """Do as the trainer says, until it is gone."""
@@ -62,7 +73,7 @@ class CpuParts:
             frame, descriptors, _, _ = socket.recv_fds(self._trainer, MAX_DATAGRAM_BYTES, 1)
             if not frame:
                 return
-            message = decode(frame, token=self._token).message
+            message = read(frame)
             match message:
                 case LendMemory():
                     [descriptor] = descriptors
@@ -79,8 +90,8 @@ class CpuParts:
                 case _:
                     raise ValueError(f"a CPU trainer has no use for {type(message).__name__}")
 
-    def _tensors(self, described: list[tuple[str, int, str, list[int]]], memory: int) -> dict[str, Tensor]:
-        mapping = self._memories[memory]
+    def _others(self, described: list[tuple[str, int, str, list[int]]]) -> dict[str, Tensor]:
+        mapping = self._memories[OTHERS]
         return {name: view(mapping, at, getattr(torch, dtype), shape) for name, at, dtype, shape in described}
 
     def _map(self, number: int, descriptor: int, nbytes: int) -> None:
@@ -96,9 +107,7 @@ class CpuParts:
         loss = self._loss(self._model, batch)
         loss.backward()
         seconds = time.monotonic() - began_s
-        self._send(
-            Computed(job=job.job, loss=float(loss.detach()), has_gradient=tuple(self._has_gradient), seconds=seconds)
-        )
+        self._send(Computed(job=job.job, loss=float(loss.detach()), has_gradient=self._has_gradient, seconds=seconds))
 
     def _take_gradient(self, index: int, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None, "autograd has just made it"
@@ -108,5 +117,4 @@ class CpuParts:
         self._has_gradient[index] = True
 
     def _send(self, message: Message) -> None:
-        self._seq += 1
-        self._trainer.send(encode(message, token=self._token, sender=self._address, seq=self._seq))
+        self._trainer.send(written(message))

@@ -1,6 +1,6 @@
 """GPT-2-like models whose MLPs add the bias and take the GELU in one kernel.
 
-`model` and `estimate` call `fuse` for `model.fused_gelu`.
+Call `fuse` on a model of Transformers before the optimizer sees it. The parameters keep their names.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
+from examples.studies.gelu.bias_gelu import bias_gelu
 from hytrain.errors import ConfigError
-from hytrain.kernels.bias_gelu import bias_gelu
 
 #: The modules of the tanh form, by Transformers' names of it.
 TANH_GELUS: Final = tuple(type(ACT2FN[name]) for name in ("gelu_new", "gelu_fast", "gelu_pytorch_tanh"))
@@ -41,7 +41,7 @@ def fuse(model: Any) -> None:
     if not mlps:
         kind = model.config.get_text_config().model_type
         raise ConfigError(
-            f"model.fused_gelu is for MLPs like GPT-2's, with the tanh form of GELU after a Conv1D, and this {kind} "
+            f"fuse() is for MLPs like GPT-2's, with the tanh form of GELU after a Conv1D, and this {kind} "
             "has none: leave it out."
         )
     for mlp in mlps:

@@ -6,7 +6,7 @@ who computes a part. It costs a comparison for each module and parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,23 +15,21 @@ from torch import Tensor, nn
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.model.hooks import OnGradient
 from hytrain.model.layers import clean
-from hytrain.model.trained import TrainedParameter
 from hytrain.tensors import version
 
 
 class Told:
-    """What was told of `model`, of which `parameters` are trained.
+    """What was told of `model`, of which the parameters with these names are `trained`.
 
     `others`: buffers and frozen parameters, by name. `evaluated`: the modules in evaluation mode.
     """
 
-    def __init__(self, model: nn.Module, parameters: Sequence[TrainedParameter]) -> None:
+    def __init__(self, model: nn.Module, trained: Collection[str]) -> None:
         """Raises `UnsupportedError` for what a CPU trainer cannot know."""
-        ours = {id(known.parameter) for known in parameters}
         self._modules = [(clean(name), module) for name, module in model.named_modules()]
         self._places = [*model.named_modules(remove_duplicate=False)]  # a module may have several names
         self._parameters = [(clean(name), parameter) for name, parameter in model.named_parameters()]
-        self._frozen = [(name, parameter) for name, parameter in self._parameters if id(parameter) not in ours]
+        self._frozen = [(name, parameter) for name, parameter in self._parameters if name not in trained]
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UnsupportedError(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import select
 import signal
 import socket
@@ -21,51 +20,63 @@ from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-from hytrain.cotraining import numerics
-from hytrain.cotraining.lending import COPIES, GRADIENTS, INPUTS, MAX_DATAGRAM_BYTES, OTHERS, Lending, spread, views
-from hytrain.cotraining.work import Packed
+from examples.studies.cotraining import numerics
+from examples.studies.cotraining.wire import (
+    GRADIENTS,
+    INPUTS,
+    MAX_DATAGRAM_BYTES,
+    OTHERS,
+    Compute,
+    Computed,
+    Failed,
+    LendMemory,
+    Message,
+    Ready,
+    TakeBack,
+    WeightsAt,
+    read,
+    written,
+)
+from examples.studies.cotraining.work import Packed
 from hytrain.errors import CapacityError, ClusterError
 from hytrain.memory.arena import SharedMemory
-from hytrain.memory.transfer import Transfer, Transfers
-from hytrain.model.layers import clean
-from hytrain.model.trained import TrainedParameter
+from hytrain.memory.lending import Lent, Memory, spread, views
+from hytrain.memory.transfer import Transfer, transfers_for
 from hytrain.run.cluster import workers_environment
-from hytrain.step.engine import Engine
-from protocol.address import Address
-from protocol.codec import WireError, decode, encode
 from protocol.handles import PAGE_BYTES
-from protocol.messages import Compute, Computed, Failure, LendMemory, Message, Ready
 
-ADDRESS: Final = Address("cpu_trainer", 0)
-#: The module that the process runs.
-WORKER: Final = "workers.train.cpu_trainer"
-_TRAINER: Final = Address("trainer", 0)
+#: The module that the process runs, and the folder from which it is imported.
+WORKER: Final = "examples.studies.cotraining.cpu_trainer"
+ROOT: Final = Path(__file__).resolve().parents[3]
 #: It imports torch and Transformers, which takes long on a busy machine.
 START_TIMEOUT_S: Final = 120.0
 #: A process whose socket has closed is about to end. Only a hang takes longer.
 END_S: Final = 60.0
 #: The longest wait for an answer, where any is allowed.
 LONGEST_S: Final = 1e6
+#: Places are told in messages of at most so many parameters, each of which fits into a datagram.
+MOST_PLACES: Final = 2000
 
 
 class Partner:
-    """A CPU trainer for all of `parameters`. Each part of a batch has a slot for its gradients.
+    """A CPU trainer for all `parameters` of an optimizer. Each part of a batch has a slot for its gradients.
 
-    `work` is what the process needs to build the model and to compute its loss, as JSON. `others` are the tensors that
-    the model has besides, by name: the process gets their values. The attribute `others` are the copies that it has.
-    `cores` are those that it may use. `lost` says why the process is lost; "" if it is not.
+    `work` is what the process needs to build the model and to compute its loss, as JSON. `parameters` have the shapes
+    and dtypes, by name, without memory. `others` are the tensors that the model has besides: the process gets their
+    values. The attribute `others` are the copies that it has. `cores` are those that it may use. `lost` says why the
+    process is lost; "" if it is not.
     """
 
     def __init__(
         self,
         work: Mapping[str, Any],
-        parameters: Sequence[TrainedParameter],
+        parameters: Mapping[str, Tensor],
         others: Mapping[str, Tensor],
         *,
-        engine: Engine,
-        transfers: Transfers,
+        device: torch.device,
         slots: int,
         cores: Sequence[int],
         threads: int,
@@ -75,34 +86,37 @@ class Partner:
         """Return once the process is ready. Raises `ClusterError` if it does not start."""
         self.lost = ""
         self._pid = os.getpid()
-        self._engine, self._parameters = engine, parameters
+        self._parameters = parameters
         self._timeout_s = min(answer_timeout_s, LONGEST_S)
-        self._token, self._seq, self._jobs = secrets.token_hex(16), 0, 0
+        self._jobs = 0
         self._answers: dict[int, Computed] = {}
         self._open = set[int]()
-        self._lending = Lending(parameters)
+        self._memories: dict[Memory, int] = {}  # that are lent, and their numbers
+        self._next_memory = OTHERS + 1
+        self._places: list[tuple[int, int]] = [(-1, -1)] * len(parameters)  # what the process was told last
+        offsets, self._slot_bytes = spread(parameters.values())
+        self._offsets = offsets
         starts, nbytes = spread(others.values())
-        self._gradients = SharedMemory("gradients", slots * self._lending.nbytes)
+        self._gradients = SharedMemory("gradients", slots * self._slot_bytes)
         self._inputs = SharedMemory("inputs", PAGE_BYTES)
         self._others = SharedMemory("others", max(nbytes, 1))
         self.others = dict(zip(others, views(self._others.mapping, starts, others.values()), strict=True))
         for name, other in others.items():
             self.others[name].copy_(other.detach())
-        self._transfers, self._pinned = transfers, set[int]()  # slots
-        self._taken: Transfer | None = None  # the last copy out of a slot
+        self._transfers, self._pinned = transfers_for(device), set[int]()  # slots
+        self.taken: Transfer | None = None  # the last copy out of a slot
         settings = {
             "trainer": self._pid,
-            "token": self._token,
-            "parameters": _described({clean(known.name): known.own for known in parameters}, self._lending.offsets),
+            "parameters": _described(parameters, offsets),
             "others": _described(others, starts),
-            "slot_bytes": self._lending.nbytes,
+            "slot_bytes": self._slot_bytes,
             "cores": list(cores),
             "threads": threads,
             "work": dict(work),
         }
         self._start(settings, log)
         try:
-            if not isinstance(self._next(START_TIMEOUT_S), Ready):
+            if not isinstance(self._heard(START_TIMEOUT_S), Ready):
                 reason = self.lost or f"it was not ready within {START_TIMEOUT_S:.0f} s"
                 raise ClusterError(f"the CPU trainer did not start: {reason}; its log is {log}")
         except BaseException:
@@ -111,12 +125,8 @@ class Partner:
 
     def _start(self, settings: dict[str, Any], log: Path) -> None:
         """Start the process with what it needs: on its input, and as open descriptors."""
-        memories = {
-            COPIES: self._lending.copies,
-            GRADIENTS: self._gradients,
-            INPUTS: self._inputs,
-            OTHERS: self._others,
-        }
+        memories = {GRADIENTS: self._gradients, INPUTS: self._inputs, OTHERS: self._others}
+        environment = workers_environment()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(self._timeout_s)
         settings["memories"] = [[each.descriptor, each.mapping.nbytes] for _, each in sorted(memories.items())]
@@ -127,7 +137,8 @@ class Partner:
                 stdin=PIPE,
                 stdout=output,
                 stderr=output,
-                env={**workers_environment(), "CUDA_VISIBLE_DEVICES": ""},
+                env=environment
+                | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join((str(ROOT), environment["PYTHONPATH"]))},
                 pass_fds=(theirs.fileno(), *(each.descriptor for each in memories.values())),
                 start_new_session=True,
             )
@@ -143,20 +154,18 @@ class Partner:
     def pid(self) -> int:
         return self._process.pid
 
-    def hand_over(self, parts: Sequence[tuple[Any, int]]) -> list[int]:
-        """Wait for all updates, and have micro-batches computed, each with its seed of torch. Returns their jobs.
+    def hand_over(self, lent: Mapping[str, Lent], parts: Sequence[tuple[Any, int]]) -> list[int]:
+        """Have micro-batches computed with the weights that are lent, each with its seed of torch. Returns their jobs.
 
         The gradients of the first one are going to be in slot 0, and so on. Raises `UnsupportedError` if a micro-batch
         cannot be sent.
         """
         packed = [Packed(batch) for batch, _ in parts]
-        self._engine.import_written()
         for job in [*self._open]:  # an exception came before somebody received it
             self.receive(job)
-        if self._taken is not None:
-            self._taken.synchronize()
-        for message, descriptor in self._lending.orders():
-            self._send(message, descriptor)
+        if self.taken is not None:
+            self.taken.synchronize()
+        self._tell_places([lent[name] for name in self._parameters])
         self._make_room(sum(each.nbytes for each in packed))
         at, jobs, settings = 0, [], numerics.present()
         for slot, (each, (_, seed)) in enumerate(zip(packed, parts, strict=True)):
@@ -169,6 +178,23 @@ class Partner:
             at += each.nbytes
         return jobs
 
+    def _tell_places(self, lent: Sequence[Lent]) -> None:
+        """Lend the memory that is new, say which weights are elsewhere now, and take back what has none any more."""
+        for memory in dict.fromkeys(each.memory for each in lent):
+            if memory not in self._memories:
+                self._memories[memory], self._next_memory = self._next_memory, self._next_memory + 1
+                self._send(LendMemory(memory=self._memories[memory], nbytes=memory.nbytes), memory.descriptor)
+        places = [(self._memories[each.memory], each.offset) for each in lent]
+        moved = [index for index, place in enumerate(places) if place != self._places[index]]
+        for number in sorted({places[index][0] for index in moved}):
+            there = [index for index in moved if places[index][0] == number]
+            for first in range(0, len(there), MOST_PLACES):
+                some = there[first : first + MOST_PLACES]
+                self._send(WeightsAt(memory=number, parameters=some, offsets=[places[index][1] for index in some]))
+        for memory in self._memories.keys() - {each.memory for each in lent}:
+            self._send(TakeBack(memory=self._memories.pop(memory)))
+        self._places = places
+
     def _make_room(self, nbytes: int) -> None:
         """Lend other memory for inputs, if there is too little. Nobody computes with those before."""
         if nbytes > self._inputs.mapping.nbytes:
@@ -179,7 +205,7 @@ class Partner:
     def receive(self, job: int, *, wait: bool = True) -> Computed | None:
         """The job's answer. None if the process is lost, or if there is no answer yet and it need not `wait`."""
         while job not in self._answers and not self.lost:
-            message = self._next(self._timeout_s if wait else 0.0)
+            message = self._heard(self._timeout_s if wait else 0.0)
             if isinstance(message, Computed):
                 self._answers[message.job] = message
             elif message is not None:
@@ -193,26 +219,22 @@ class Partner:
             self._open.discard(job)
         return answer
 
-    def add(self, slot: int, computed: Computed) -> bool:
-        """Add the gradients in `slot` to the step's sums, as a backward that is not the last one does.
+    def gradients(self, slot: int, computed: Computed) -> dict[str, Tensor] | None:
+        """The gradients in `slot`, by name, pinned. None if their memory cannot be pinned: then the process is lost.
 
-        Returns whether they are there. They are not if their memory cannot be pinned: then the process is lost.
+        Whoever copies them sets `taken`.
         """
-        at, nbytes = slot * self._lending.nbytes, self._lending.nbytes
+        at = slot * self._slot_bytes
         if slot not in self._pinned:
             try:
-                self._transfers.pin(self._gradients.mapping.address + at, nbytes, gently=True)
+                self._transfers.pin(self._gradients.mapping.address + at, self._slot_bytes, gently=True)
             except CapacityError as error:
                 self._lose(str(error))
-                return False
+                return None
             self._pinned.add(slot)
-        like = (known.own for known in self._parameters)
-        gradients = views(self._gradients.mapping, self._lending.offsets, like, at)
-        taken = self._engine.add_gradients(
-            [gradient if has else None for gradient, has in zip(gradients, computed.has_gradient, strict=True)]
-        )
-        self._taken = taken or self._taken
-        return True
+        gradients = views(self._gradients.mapping, self._offsets, self._parameters.values(), at)
+        named = zip(self._parameters, gradients, computed.has_gradient, strict=True)
+        return {name: gradient for name, gradient, has in named if has}
 
     def close(self) -> None:
         """End the process, and free the memory. Does nothing in a forked child."""
@@ -222,36 +244,29 @@ class Partner:
         self._process.wait()
         os.close(self._pidfd)
         self._socket.close()
-        self._lending.close()
         self.others = {}
-        if self._taken is not None:
-            self._taken.synchronize()
+        if self.taken is not None:
+            self.taken.synchronize()
         for slot in self._pinned:
-            self._transfers.unpin(self._gradients.mapping.address + slot * self._lending.nbytes, self._lending.nbytes)
+            self._transfers.unpin(self._gradients.mapping.address + slot * self._slot_bytes, self._slot_bytes)
         for memory in (self._gradients, self._inputs, self._others):
             memory.close()
 
     def _send(self, message: Message, descriptor: int | None = None) -> None:
         """Nothing happens if the process is lost: `receive` says it."""
-        self._seq += 1
-        frame = encode(message, token=self._token, sender=_TRAINER, seq=self._seq)
         try:
-            socket.send_fds(self._socket, [frame], [] if descriptor is None else [descriptor])
+            socket.send_fds(self._socket, [written(message)], [] if descriptor is None else [descriptor])
         except TimeoutError:
             self._lose(f"it has not read for {self._timeout_s:.0f} s")
         except (BrokenPipeError, ConnectionResetError):
             return
 
-    def _next(self, timeout_s: float) -> Message | None:
+    def _heard(self, timeout_s: float) -> Message | None:
         """The next message. None if none comes in this time, or if the process is lost."""
         readable = {descriptor for descriptor, _ in self._poll.poll(timeout_s * 1e3)}
         if self._socket.fileno() in readable and (frame := self._received()):
-            try:
-                message = decode(frame, token=self._token).message
-            except WireError as error:
-                self._lose(str(error))
-                return None
-            if not isinstance(message, Failure):
+            message = read(frame)
+            if not isinstance(message, Failed):
                 return message
             self._lose(message.error)
         elif readable:

@@ -1,6 +1,6 @@
 """How fast bias + GELU in one kernel is: alone, in GPT-2 Large's MLP and, with --detailed, in a block and a whole step.
 
-    python -m benchmarks.microbenchmark [--detailed] [--export-csv FILE]
+    python -m examples.studies.gelu [--detailed] [--export-csv FILE]
 
 Each part compares systems that compute the same: Transformers' `gelu_new`, torch's operator for the tanh form,
 torch.compile of that, HyTrain, and cuBLASLt, which can only do the forward and only together with the projection.
@@ -33,8 +33,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Block
 
 from benchmarks import host
 from benchmarks.columns import MISSING, markdown, number
-from hytrain.kernels.bias_gelu import bias_gelu
-from hytrain.recipe.fused import fuse
+from examples.studies.gelu.bias_gelu import bias_gelu
+from examples.studies.gelu.mlp import fuse
 
 NEW, TANH, COMPILED, OURS, EPILOGUE = "gelu_new", "F.gelu", "torch.compile", "HyTrain", "cuBLASLt"
 SYSTEMS: Final = (NEW, TANH, COMPILED, OURS, EPILOGUE)
@@ -342,7 +342,7 @@ def shares(found: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.microbenchmark", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.studies.gelu", description=__doc__.splitlines()[0])
     parser.add_argument("--detailed", action="store_true", help="also the MLP's parts, a block and a training step")
     parser.add_argument("--export-csv", type=Path, metavar="FILE")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -365,7 +365,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{sizes.rows} rows, {sizes.hidden} and {sizes.inner} columns; medians of {options.repeats}\n")
     print(table(found), *shares(found), sep="\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

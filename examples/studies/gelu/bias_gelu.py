@@ -1,9 +1,9 @@
 """Bias and GELU in one pass, forward and backward, behind autograd and torch.compile.
 
-Recipes with `model.fused_gelu` call `bias_gelu`, and so may any model.
+`mlp` puts `bias_gelu` into GPT-2's MLPs, and any model may call it.
 
-    bias_gelu ─▶ hytrain::bias_gelu ──────────▶ triton_bias_gelu on a GPU
-          autograd ─▶ hytrain::bias_gelu_backward ─▶ native_bias_gelu on a CPU
+    bias_gelu ─▶ hytrain::bias_gelu ──────────▶ triton_kernels on a GPU
+          autograd ─▶ hytrain::bias_gelu_backward ─▶ native on a CPU
                                                 └─▶ torch's operators where there is no Triton or no compiler
 
 For torch.compile both are operators whose inside it does not see. Everywhere the arithmetic is in float32 and rounds
@@ -113,14 +113,14 @@ def _kernels(device: str) -> _Kernels:
     """Those of this kind of device, or torch's operators. The choice is made once, so a run never mixes them."""
     try:
         if device == "cuda":
-            from hytrain.kernels import triton_bias_gelu
+            from examples.studies.gelu import triton_kernels
 
-            return _Kernels(triton_bias_gelu.forward, triton_bias_gelu.backward)
+            return _Kernels(triton_kernels.forward, triton_kernels.backward)
         if device == "cpu":
-            from hytrain.kernels import native_bias_gelu
+            from examples.studies.gelu import native
 
-            native_bias_gelu.load()
-            return _Kernels(native_bias_gelu.forward, native_bias_gelu.backward)
+            native.load()
+            return _Kernels(native.forward, native.backward)
     except (ImportError, BackendUnavailable) as reason:
         _log.warning("bias + GELU on %s takes torch's operators: %s", device, reason)
     return _EAGER

@@ -1,6 +1,6 @@
 // Bias + GELU in its tanh form on host memory, forward and backward, in fp32 for all types, rounded once.
 //
-// native_bias_gelu.py compiles this file and calls it through ctypes, so the interface is plain C. The tanh form is a
+// native.py compiles this file and calls it through ctypes, so the interface is plain C. The tanh form is a
 // logistic function, and is computed as one: 1 + tanh(u) = 2 / (1 + exp(-2 u)).
 //
 //   h = x + bias,  z = 2 sqrt(2 / pi) (h + 0.044715 h^3),  s = 1 / (1 + exp(-z)),  z' = dz / dh
@@ -22,7 +22,7 @@ namespace {
 enum bf16 : uint16_t {};  // bit patterns
 
 constexpr int64_t strip = 256;      // columns whose sums over the blocks one thread adds up
-constexpr int64_t block_rows = 32;  // native_bias_gelu.py's BLOCK_ROWS
+constexpr int64_t block_rows = 32;  // native.py's BLOCK_ROWS
 constexpr float bound = 64.0f;      // above it, GELU is the identity, also for an infinity
 
 constexpr double log2_e = 1.4426950408889634, slope = 1.5957691216057308, cubic = 0.044715;  // slope: 2 sqrt(2 / pi)
