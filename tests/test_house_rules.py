@@ -230,7 +230,7 @@ def test_no_pure_module_brings_torch() -> None:
         ("hytrain/planner/simulate.py", "from time import monotonic"),
         ("hytrain/run/ownership.py", "import os.path"),
         ("protocol/messages.py", "import random as r"),
-        ("workers/launch/launcher.py", "from workers.watch import doctor"),
+        ("workers/launch/launcher.py", "from workers.coordinate import fleet"),
         ("workers/coordinate/coordinator.py", "def late():\n    import workers.optimize.arenas"),
         ("workers/run_folder.py", "from workers.launch.output import say"),
         ("workers/planning/planning.py", "from workers.coordinate.records import Late"),
