@@ -52,7 +52,7 @@ PRELOADED: Final = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "workers.watch.doctor",
-    "workers.watch.monitor_view",
+    "workers.watch.status_table",
     "workers.launch.supervisor",
 )
 #: Whose `Popen` forks, in the server and so in all forks.

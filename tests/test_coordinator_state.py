@@ -30,7 +30,7 @@ from workers.planning.measured import CPU_PATIENCE_STEPS
 from workers.planning.plane_bytes import PlaneBytes
 from workers.planning.planning import _Wanted
 from workers.planning.room import MARGIN_TO_OTHERS
-from workers.watch import monitor_view as view
+from workers.watch import status_text as view
 
 LAYERS = 4
 ALL = tuple(range(LAYERS))

@@ -30,7 +30,7 @@ from protocol.address import Address
 from protocol.placement import Places
 from workers import run_folder
 from workers.watch import monitor, observer
-from workers.watch import monitor_view as view
+from workers.watch import status_text as view
 from workers.watch.troubles import Snapshot, Usage, find
 from workers.watch.web import Feed
 
@@ -299,6 +299,13 @@ def status(**changed: Any) -> m.Status:
     return m.Status(**{**fields, **changed})
 
 
+def as_text(snapshot: Snapshot) -> str:
+    pytest.importorskip("rich")
+    from workers.watch.status_table import as_text
+
+    return as_text(snapshot)
+
+
 def look(shown: m.Status) -> Snapshot:
     """As the monitor looks, but at processes that are gone."""
     processes = tuple((process, None) for process in shown.processes)
@@ -410,14 +417,13 @@ def test_the_slowest_rank_is_the_one_that_waits_for_nobody() -> None:
 
 
 def test_the_table_has_a_line_per_rank() -> None:
-    pytest.importorskip("rich")
     ranks = (
         rank(0, world=4, gather_s=0.7, k=0.125),
         rank(1, world=4, gather_s=0.1, stall_s=1.0),
         rank(2, world=4, gather_s=0.6, step=7 - view.SILENT_STEPS - 1),
     )
     record = json.dumps(RECORD | {"step": 7})
-    text = view.as_text(
+    text = as_text(
         Snapshot(status(record=record, ranks=(*ranks, replace(rank(3, world=4, gather_s=0.6), record="{}"))), ())
     )
     assert "ranks     rank 1 is the slowest: the others wait 500.0 ms in each step" in text
@@ -430,29 +436,28 @@ def test_the_table_has_a_line_per_rank() -> None:
 
 
 def test_the_table_says_who_owns_what_and_why() -> None:
-    pytest.importorskip("rich")
     usage = Usage(cores=(0, 1, 4), rss_bytes=2**30, cpu_s=5.0, cpu_share=1.5)
     gone = m.Process(address=Address("optimizer", 0), pid=8, detail="on cores 2")
     shown = Snapshot(status(), ((status().processes[0], usage), (gone, None)))
-    text = view.as_text(shown)
+    text = as_text(shown)
     assert "█░   █ GPU 1 layers, 25%   ░ CPU 1 layers, 75%" in text
     assert "0.250   deadline: [k] is in time" in text, "brackets are text, not rich's markup"
     trainer, optimizer = text.splitlines()[-2:]
     assert trainer.split("  ")[-1] == "[on] cpu"
     assert all(word in trainer for word in ("0-1,4", "150%", "1.00 GiB", "1.50 s 75%", "500.0 ms 25%"))
     power = {"gpu_watts": 612.4, "gpu_utilization": 0.98, "gpu_used_bytes": 17.25 * 2**30}
-    powered = view.as_text(replace(shown, status=status(record=json.dumps({**RECORD, **power}))))
+    powered = as_text(replace(shown, status=status(record=json.dumps({**RECORD, **power}))))
     assert "hardware  GPU 612 W   in use 98%   17.2 GiB of its memory\n" in powered and "hardware" not in text
     traffic = {"to_device_bytes": 5 << 30, "to_host_bytes": 1 << 20}
-    copied = view.as_text(replace(shown, status=status(record=json.dumps({**RECORD, **traffic}))))
+    copied = as_text(replace(shown, status=status(record=json.dumps({**RECORD, **traffic}))))
     amounts = "5.00 GiB to the trainer's device, 2.50 GiB/s   1.0 MiB to host memory, 0.5 MiB/s"
     assert f"copies    {amounts}\n" in copied and "copies" not in text
     assert "gone" in optimizer and "200.0 ms 10%" in optimizer and "on cores 2" in optimizer
     for threads, words in ((1, "1 thread on cores 2"), (4, "4 threads on cores 2")):  # as commanded since it began
         commanded = replace(shown, status=status(record=json.dumps({**RECORD, "threads": threads})))
-        assert words in view.as_text(commanded).splitlines()[-1]
+        assert words in as_text(commanded).splitlines()[-1]
     none_yet = status(record="{}", layer_names=(), layer_numels=(), layer_positions=(), places=Places(()))
-    text = view.as_text(Snapshot(none_yet, ()))
+    text = as_text(Snapshot(none_yet, ()))
     assert "no step has ended yet" in text and "layers" not in text
 
 
@@ -495,8 +500,7 @@ def test_a_core_belongs_to_who_is_pinned_to_it() -> None:
     shared = Snapshot(status(), ((processes[1], on_cores(0, 1)), (processes[2], on_cores(0, 1))), loads=(0.5, 0.5))
     assert [it.owner for it in view.cores(shared)] == ["trainer-0, optimizer-0"]
     assert view.cores(Snapshot(status(), ())) == [], "at the first look"
-    pytest.importorskip("rich")
-    text = view.as_text(shown)
+    text = as_text(shown)
     assert "cores     optimizer-0  2-3      98%  ██\n" in text and "trainer-0    0-1,4-5  28%  ▁▅▃▃\n" in text
     assert "memory    host 4.00 GiB: grads 3.00 GiB, weights 1.00 GiB\n" in text
 

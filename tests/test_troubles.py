@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_monitor import status
+from test_monitor import as_text, status
 from test_report import record
 
 from protocol import messages as m
 from protocol.address import Address
-from workers.watch import monitor_view as view
 from workers.watch import observer
+from workers.watch import status_text as view
 from workers.watch.observer import EVERY_S, FIRST_S, Strangers
-from workers.watch.troubles import SLOW_DISK_S, TAKEN, Stranger, Usage, find
+from workers.watch.troubles import SLOW_DISK_S, TAKEN, Snapshot, Stranger, Usage, find
 
 OPTIMIZER = m.Process(address=Address("optimizer", 0), pid=7, detail="")
 USAGE = Usage(cores=(2, 3), rss_bytes=0, cpu_s=0.0, cpu_share=0.0, state="sleeping")
@@ -85,9 +85,9 @@ def test_what_is_not_finite_is_the_cause_of_a_divergence(more: dict[str, Any], w
 
 def test_the_table_and_the_json_have_the_sentences() -> None:
     shown = status(record=json.dumps(record(12, policy="deadline", diverged_at=3.0)))
-    snapshot = view.Snapshot(shown, (), find(shown, ()))
+    snapshot = Snapshot(shown, (), find(shown, ()))
     assert json.loads(view.as_json(snapshot))["troubles"] == ["training has diverged at step 3"]
-    assert "trouble   training has diverged at step 3\n" in view.as_text(snapshot)
+    assert "trouble   training has diverged at step 3\n" in as_text(snapshot)
 
 
 # ---------------------------------------------------------------- other programs

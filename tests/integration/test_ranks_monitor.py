@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import hytrain
 from hytrain.monitoring import Client
-from workers.watch import monitor_view as view
+from workers.watch import status_text as view
 
 PAUSE_S = 0.5  # a busy machine does not hold the other rank up for so long in each step
 STEPS = 4

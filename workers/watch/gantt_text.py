@@ -19,7 +19,7 @@ from rich.text import Text
 from hytrain.readable import seconds
 from workers.watch import timeline
 from workers.watch.gantt import KINDS, ROWS, Lanes, lanes
-from workers.watch.monitor_view import BARS
+from workers.watch.status_text import BARS
 from workers.watch.timeline import Share, Span, Timeline, union
 
 #: The characters of a trainer's kinds, and the styles of all.

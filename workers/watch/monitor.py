@@ -14,7 +14,7 @@
     hytrain-monitor --list [FOLDER]          the runs in a folder, live and ended
     hytrain-monitor --prune [FOLDER]         deletes the folders of ended runs, after a question or with --keep N
 
-    hytrain.monitoring.Client ─ statuses ─▶ Observer: what the processes use ─▶ monitor_view: text
+    hytrain.monitoring.Client ─ statuses ─▶ Observer: what the processes use ─▶ status_text, status_table
 
 A monitor cannot slow a run down: see `hytrain.monitoring`.
 """
@@ -22,26 +22,28 @@ A monitor cannot slow a run down: see `hytrain.monitoring`.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.monitoring import ANSWER_S, LOOK_S, Client, find, live_runs
+from hytrain.readable import age
 from protocol import messages as m
 from workers import run_folder
 from workers.exits import EXIT_USAGE
-from workers.watch import monitor_view as view
 from workers.watch import report, timeline, web
+from workers.watch import status_text as text
 from workers.watch.alerts import Alerts
 from workers.watch.observer import FIRST_S, Observer, followed
 from workers.watch.troubles import Snapshot
@@ -152,13 +154,24 @@ def _run(client: Client, arguments: argparse.Namespace) -> int:
         observer = Observer(client.run)
         time.sleep(FIRST_S)  # what else runs shows in a while
         snapshot = observer.look(client.status())
-        print(view.as_json(snapshot) if arguments.json else view.as_text(snapshot), flush=True)
+        print(text.as_json(snapshot) if arguments.json else _table(snapshot), flush=True)
     elif arguments.follow or arguments.json or not sys.stdout.isatty():
         commands = {"stall": arguments.on_stall, "divergence": arguments.on_divergence}
         _follow(client.statuses(), Observer(client.run).look, as_json=arguments.json, commands=commands)
     else:
         return _watch(client)
     return 0
+
+
+def _table(snapshot: Snapshot) -> str:
+    """Raises `ConfigError` without rich."""
+    try:
+        from workers.watch.status_table import as_text
+    except ImportError:
+        raise ConfigError(
+            "the table needs rich: python -m pip install 'hytrain[monitor]'; --json and --follow work without it"
+        ) from None
+    return as_text(snapshot)
 
 
 def _order(client: Client, command: m.Command) -> int:
@@ -205,7 +218,7 @@ def _web_token(file: str | None) -> str:
 
 
 def _list(where: str | None, *, as_json: bool) -> int:
-    for line in view.listing(_runs_in(where, or_live=True), time.time(), as_json=as_json):
+    for line in _listing(_runs_in(where, or_live=True), time.time(), as_json=as_json):
         print(line)
     return 0
 
@@ -221,7 +234,7 @@ def _prune(where: str | None, keep: int | None) -> int:
         print("there is nothing to delete")
         return 0
     print("these runs are deleted, with their checkpoints:")
-    for line in view.listing(doomed, time.time()):
+    for line in _listing(doomed, time.time()):
         print(f"  {line}")
     if keep is None:
         if not sys.stdin.isatty():
@@ -235,6 +248,31 @@ def _prune(where: str | None, keep: int | None) -> int:
     for folder in left:
         print(f"{folder} could not be deleted", file=sys.stderr)
     return 1 if left else 0
+
+
+def _listing(runs: Sequence[run_folder.Run], now_s: float, *, as_json: bool = False) -> Iterator[str]:
+    """A line for each run, below a head; or a JSON object for each."""
+    if as_json:
+        for run in runs:
+            yield json.dumps({**asdict(run), "folder": str(run.folder)})
+        return
+    rows = [("run", "state", "steps", "loss", "age", "size", "folder")]
+    for run in runs:
+        rows.append(
+            (
+                run.folder.name,
+                "live" if run.live else "ended",
+                "-" if run.steps is None else str(run.steps),
+                "-" if run.loss is None else f"{run.loss:.4f}",
+                age(now_s - run.at_s),
+                f"{run.nbytes / 1e6:,.1f} MB",
+                str(run.folder),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.rjust(w) if 2 <= n <= 5 else cell.ljust(w) for n, (cell, w) in enumerate(zip(row, widths))]
+        yield "  ".join(cells).rstrip()
 
 
 def _runs_in(where: str | None, *, or_live: bool = False) -> list[run_folder.Run]:
@@ -275,7 +313,7 @@ def _follow(
                 print(trouble.text, flush=True)
         told = {trouble.about for trouble in snapshot.troubles}
         if record is not None:
-            print(view.record_json(status) if as_json else view.line(status), flush=True)
+            print(text.record_json(status) if as_json else text.line(status), flush=True)
     for last in running:
         with suppress(subprocess.TimeoutExpired):
             last.wait(ANSWER_S)
@@ -298,7 +336,7 @@ def _watch(client: Client) -> int:
     screen.run()
     screen.has_followed.wait(ANSWER_S + 2 * LOOK_S)  # the connection is closed next
     if screen.shown is not None:
-        print(view.as_text(screen.shown))
+        print(_table(screen.shown))
     return screen.return_code or 0
 
 

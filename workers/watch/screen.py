@@ -33,8 +33,7 @@ from hytrain.readable import seconds
 from hytrain.run import trace
 from protocol import messages as m
 from workers import run_folder
-from workers.watch import monitor_view as view
-from workers.watch import timeline
+from workers.watch import status_table, timeline
 from workers.watch.gantt_text import Drawing
 from workers.watch.observer import followed
 from workers.watch.troubles import Snapshot
@@ -198,7 +197,7 @@ class Screen(App[None]):
         if below is None or not below.query("#facts"):
             return  # it is being left
         self.shown = snapshot
-        below.query_one("#facts", Static).update(view.table(snapshot, ended=ended))
+        below.query_one("#facts", Static).update(status_table.table(snapshot, ended=ended))
         for record in records:
             for name, *_ in ALL_CURVES:
                 if (value := record.get(name)) is not None:

@@ -30,8 +30,8 @@ from hytrain.readable import gib
 from hytrain.run import trace
 from protocol import messages as m
 from protocol.metrics import METRICS
-from workers.watch import monitor_view as view
 from workers.watch import report, story, timeline
+from workers.watch import status_text as text
 from workers.watch.observer import followed
 from workers.watch.troubles import Snapshot
 
@@ -103,8 +103,8 @@ class Feed:
     def _see(self, status: m.Status) -> None:
         seen = self._look(status)
         self._shown = {
-            "processes": json.loads(view.as_json(seen))["processes"],
-            "cores": [group.cells for group in view.cores(seen)],
+            "processes": json.loads(text.as_json(seen))["processes"],
+            "cores": [group.cells for group in text.cores(seen)],
             "memory": _memory_rows(status),
         }
         self._seen, self._seen_s = seen, time.monotonic()
@@ -119,7 +119,7 @@ class Feed:
             "records": [json.loads(record) for record in _newest(known, after)],
             "state": self._end if self.ended else "; ".join(trouble.text for trouble in troubles),
             "about": "; ".join(trouble.about for trouble in troubles),  # the same as long as the same is wrong
-            "line": view.line(status) if status.record != "{}" else "no step has ended yet",
+            "line": text.line(status) if status.record != "{}" else "no step has ended yet",
             "reason": status.reason,
             **self._shown,
             "drawn": self.drawn(),
@@ -143,7 +143,7 @@ def _newest(known: Sequence[tuple[int, str]], after: int) -> list[str]:
 
 def _memory_rows(status: m.Status) -> list[tuple[str, ...]]:
     """A row for each plane, with what it takes on the host and on the trainer's device, and their sums."""
-    places = [sizes for _, sizes in view.planes(status)]
+    places = [sizes for _, sizes in text.planes(status)]
     rows = [
         (plane, *(gib(sizes[plane]) if plane in sizes else "–" for sizes in places))
         for plane in dict.fromkeys(plane for sizes in places for plane in sizes)
