@@ -7,8 +7,7 @@
         opt.step()
         opt.zero_grad()
 
-Each has the arguments and defaults of torch's class of the same name, and those of `Optimizer`, their base class.
-docs/options.md explains all of them.
+Each has the arguments and defaults of torch's class of the same name. `optimizer` has what they share.
 """
 
 from __future__ import annotations
@@ -29,7 +28,19 @@ __all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon", "Optimizer"]
 
 
 class Adam(Optimizer):
-    """Adam (Kingma & Ba, 2015), as in `torch.optim.Adam`. docs/options.md explains the arguments."""
+    """Adam (Kingma & Ba, 2015), as in `torch.optim.Adam`.
+
+    Args:
+        model: As for `Optimizer`.
+        param_groups: As for `Optimizer`.
+        lr: Learning rate.
+        betas: Decay rates of the first and the second moment.
+        eps: Added to the square root of the second moment.
+        weight_decay: Added to the gradient, times the weight: it is not decoupled.
+        amsgrad: HyTrain has only False.
+        maximize: Maximize the objective instead of minimizing it.
+        options: The other options of `Optimizer`, which also says what is raised.
+    """
 
     algorithm = algorithms.ADAM
 
@@ -53,7 +64,7 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """AdamW (Loshchilov & Hutter, 2019), as in `torch.optim.AdamW`: Adam with decoupled weight decay.
 
-    docs/options.md explains the arguments.
+    Its arguments are those of `Adam`.
     """
 
     algorithm = algorithms.ADAMW
@@ -78,7 +89,18 @@ class SGD(Optimizer):
     """Stochastic gradient descent, as in `torch.optim.SGD`.
 
     With momentum, it has 4 bytes of state per parameter, and none without, besides the masters of 16-bit weights.
-    A group's momentum may change, but not between 0 and other numbers. docs/options.md explains the arguments.
+    A group's momentum may change, but not between 0 and other numbers.
+
+    Args:
+        model: As for `Optimizer`.
+        param_groups: As for `Optimizer`.
+        lr: Learning rate.
+        momentum: How much of the momentum buffer is kept in each step.
+        dampening: The gradient's part in the buffer is 1 - dampening, from the second step on.
+        weight_decay: Added to the gradient, times the weight: it is not decoupled.
+        nesterov: Nesterov's momentum. It needs a momentum, and no dampening.
+        maximize: Maximize the objective instead of minimizing it.
+        options: The other options of `Optimizer`, which also says what is raised.
     """
 
     algorithm = algorithms.SGD
@@ -104,7 +126,16 @@ class Lion(Optimizer):
     """Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023), with 4 bytes of state per parameter.
 
     Each weight moves by the learning rate, in the direction of a sign. So the authors advise a learning rate 3 to 10
-    times smaller than AdamW's, and a weight decay as many times larger. docs/options.md explains the arguments.
+    times smaller than AdamW's, and a weight decay as many times larger.
+
+    Args:
+        model: As for `Optimizer`.
+        param_groups: As for `Optimizer`.
+        lr: Learning rate.
+        betas: The momentum's part in the sign of the step; its decay rate.
+        weight_decay: Decoupled weight decay.
+        maximize: Maximize the objective instead of minimizing it.
+        options: The other options of `Optimizer`, which also says what is raised.
     """
 
     algorithm = algorithms.LION
@@ -130,9 +161,23 @@ class Muon(Optimizer):
     A matrix moves by its momentum, made orthogonal. That takes the whole matrix and a GPU: the momentum is on the GPU,
     or visits it from host memory. With 4 bytes of state per parameter, no optimizer process updates it.
 
-    Each parameter group is Muon's, with parameters of two dimensions, or AdamW's, with `use_muon=False`. By default,
-    Muon has the matrices of the repeated blocks except embeddings, and AdamW has all other parameters.
-    docs/options.md explains the arguments.
+    Args:
+        model: As for `Optimizer`.
+        param_groups: As for `Optimizer`. Each group is Muon's, with parameters of two dimensions, or AdamW's, with
+            `use_muon=False`. By default, Muon has the matrices of the repeated blocks except embeddings, and AdamW has
+            all other parameters: embeddings, the head, norms and biases.
+        lr: Learning rate of Muon's groups.
+        weight_decay: Their decoupled weight decay.
+        momentum: How much of the momentum buffer is kept in each step.
+        nesterov: Nesterov's momentum.
+        ns_coefficients: Of the Newton-Schulz iteration that makes a matrix orthogonal: a, b and c.
+        eps: The least norm by which a matrix is divided before that.
+        ns_steps: The number of its steps.
+        adjust_lr_fn: "original", or None, multiplies the learning rate of a matrix by sqrt(max(1, rows / columns));
+            "match_rms_adamw" by 0.2 sqrt(max(rows, columns)), so that learning rates of AdamW fit.
+        adamw: Hyperparameters of AdamW's groups, where they are not those of `torch.optim.AdamW`: `lr`, `betas`, `eps`,
+            `weight_decay` and `maximize`.
+        options: The other options of `Optimizer`, which also says what is raised.
     """
 
     algorithm = algorithms.MUON
