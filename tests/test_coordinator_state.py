@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hytrain.planner import Limits, Profile
+from hytrain.planner.book import THREADS_EXPONENT
 from hytrain.run.ownership import OwnershipError
 from protocol import messages as m
 from protocol.address import Address
@@ -735,7 +736,7 @@ def test_other_threads_reach_the_optimizer_and_the_planner(driver: Driver) -> No
     assert driver.profile.cpu_update_s == pytest.approx(4.0)
     driver.handle(cpu_report(2, 9.0))  # of a step whose times are not yet measured
     assert driver.ask("threads", "2") == [(OPTIMIZER, m.SetThreads(threads=2))]
-    expected_s = 4.0 * 2
+    expected_s = 4.0 * 2**THREADS_EXPONENT
     assert driver.profile.cpu_update_s == pytest.approx(expected_s)
     driver.handle(cpu_report(2, 1.0, threads=4))  # done before the command arrived
     assert driver.profile.cpu_update_s == pytest.approx(expected_s)

@@ -24,25 +24,32 @@ from types import MappingProxyType
 from typing import Final
 
 from hytrain.planner import contention as costs
-from hytrain.planner.contention import SELDOM, USUAL_STEPS, Contention, Crowding, VisitsCost, beside
+from hytrain.planner.contention import NEVER, Contention, Crowding, VisitsCost, beside
 from hytrain.planner.profile import USUAL_SLACK, LayerFacts, LayerProfile, Profile
 from protocol.placement import Places
 
 WORK: Final = ("forward_s", "backward_s")
+ALONE: Final = Crowding()
+NOTHING: Final[Mapping[int, float]] = MappingProxyType({})
 ROLES: Final = (*WORK, "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s", "visit_s")
+#: The CPU's update rate is proportional to this power of its threads: they share the memory's bandwidth, so twice the
+#: threads give 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
+THREADS_EXPONENT: Final = 0.6
 #: The least and most steps from which the CPU's slow pace is taken, and the share of them that may be slower than it.
 #: It is the same with exposed all-gathers, and the share of them that may be shorter.
 PACE_STEPS: Final = (10, 64)
 SLOW_SHARE: Final = 0.1
 LEAST_SLACK, MOST_SLACK = 0.03, 1.0
-#: Where each third of the last `USUAL_STEPS` paces has its middle: of these a step's mean time is made.
+#: The last steps whose paces a step's mean time is made of, and where each of their thirds has its middle.
+NEAR_STEPS: Final = 24
 THIRDS: Final = (1 / 6, 1 / 2, 5 / 6)
 #: No measured time is longer, so that sums of times are numbers.
 LONGEST_S: Final = 1e9
 #: The share of a role's time whose change tells how all of it has changed, and of the parameters their rate.
 ENOUGH_SEEN: Final = 0.05
 #: The least change of drag, and of what visits cost, that corrects earlier measurements.
-CLEAR_LOSS: Final = 0.01
+CLEAR_DRAG: Final = 0.02
+CLEAR_COST: Final = 0.01
 
 
 @dataclass(slots=True, kw_only=True)
@@ -188,8 +195,12 @@ class MeasurementBook:
         self._contention = Contention()
         self._drag = 0.0  # the drag that the means are corrected for
         # What visits cost the CPU's updates and the GPU's work, and the costs that their means are corrected for.
-        self._for_cpu = VisitsCost(costs.CPU_LOSS)
-        self._for_work = VisitsCost(costs.WORK_LOSS)
+        self._for_cpu = VisitsCost(
+            costs.CPU_LOSS, spread=costs.CPU_SPREAD, drift=costs.CPU_DRIFT, most=costs.MOST_CPU_LOSS
+        )
+        self._for_work = VisitsCost(
+            costs.WORK_LOSS, spread=costs.WORK_SPREAD, drift=costs.WORK_DRIFT, most=costs.MOST_WORK_LOSS
+        )
         self._cpu_loss, self._work_loss = costs.CPU_LOSS, costs.WORK_LOSS
         self._lost_s = 0.0  # what the observed step's forward and backward lost to the CPU's updates
         self._kept = 1.0  # the share of its forward and backward without that
@@ -210,12 +221,12 @@ class MeasurementBook:
     def cpu_changed(self, ratio: float) -> None:
         """The CPU works with `ratio` times as many threads from now on. ValueError unless finite and above 0.
 
-        Its update times are scaled as if its rate were proportional to that, also those of GPU-owned layers, and the
+        Its update times are scaled by the usual effect (`THREADS_EXPONENT`), also those of GPU-owned layers, and the
         next samples replace them.
         """
         if not 0 < ratio < inf:
             raise ValueError(f"the ratio of threads must be finite and above 0, got {ratio!r}")
-        factor = 1 / ratio
+        factor = ratio**-THREADS_EXPONENT
         self._updates.clear()
         self._for_cpu.forget_plans()
         self._roles["cpu_update_s"].scale(factor, guessed=True)
@@ -235,8 +246,8 @@ class MeasurementBook:
         cpu_busy_s: float,
         starved: float,
         places: Places,
-        crowding: Crowding | None = None,
-        cpu_update_s: Mapping[int, float] = MappingProxyType({}),
+        crowding: Crowding = ALONE,
+        cpu_update_s: Mapping[int, float] = NOTHING,
     ) -> bool:
         """A step's forward and backward together, its stalls and the CPU's updates; call it before the other three.
 
@@ -244,24 +255,23 @@ class MeasurementBook:
         in which the device waited for launches. `crowding` is what updates, visits and copies cost each other with the
         step's placements, and `cpu_update_s` the time of each layer's update on the CPU.
         """
-        crowding = crowding or Crowding()
         whole_s, visits_s = work_s, crowding.beside_work_s
         work_s = max(0.0, whole_s - self._work_loss * visits_s)
         beside_s = beside(work_s, cpu_busy_s, stall_s)
         step = {"work_s": work_s, "stall_s": stall_s, "starved": starved}
         is_usual = not self._contention.is_unusual(places.gpu, **step)
         self._contention.observe(places.gpu, beside_s=beside_s, **step)
-        if starved <= SELDOM and work_s:  # else the work takes longer for another reason
+        if starved <= NEVER and work_s:  # else the work takes longer for another reason
             self._for_work.observe(places, beside=visits_s / work_s, time_s=whole_s)
         if is_usual and (numel := sum(layer.numel for layer in self._layers if layer.lid in cpu_update_s)):
             self._for_cpu.observe(places, beside=crowding.beside_cpu, time_s=sum(cpu_update_s.values()) / numel)
         drag, work_loss = self._contention.drag, self._for_work.value
-        if abs(drag - self._drag) > CLEAR_LOSS and self._correct_work((drag - self._drag) * beside_s):
+        if abs(drag - self._drag) > CLEAR_DRAG and self._correct_work((drag - self._drag) * beside_s):
             self._drag = drag
-        if abs(work_loss - self._work_loss) > CLEAR_LOSS:
+        if abs(work_loss - self._work_loss) > CLEAR_COST:
             if self._correct_work((work_loss - self._work_loss) * visits_s):
                 self._work_loss = work_loss
-        if abs(self._for_cpu.value - self._cpu_loss) > CLEAR_LOSS:
+        if abs(self._for_cpu.value - self._cpu_loss) > CLEAR_COST:
             before, self._cpu_loss = 1 + self._cpu_loss * crowding.beside_cpu, self._for_cpu.value
             self._correct_updates(before / (1 + self._cpu_loss * crowding.beside_cpu))
         self._lost_s = self._work_loss * visits_s + self._drag * beside_s
@@ -422,7 +432,7 @@ def _slack(paces: list[float], ranks: int) -> float:
 
 def _thirds(paces: list[float], ranks: int) -> tuple[float, ...]:
     """How many times the usual the updates take in the fast, the middle and the slow third of the last steps."""
-    last = paces[-USUAL_STEPS:]
+    last = paces[-NEAR_STEPS:]
     return tuple(_pace(last, part, ranks) for part in THIRDS) if len(last) >= PACE_STEPS[0] else ()
 
 

@@ -26,23 +26,28 @@ from typing import Final
 
 #: For a step that always waits for launches. Measured: 0.35 to 0.45 on three machines with an H200 and 14 cores.
 TYPICAL_DRAG: Final = 0.4
-MAX_DRAG: Final = 0.8  # with all of it, a simulated step would never end
+TYPICAL_SPREAD: Final = 0.2
 LEAST_SPREAD: Final = 0.02  # the spread around the usual drag for a device that never waits for launches
-#: Steps that are compared: the least of the plan before, those of the plan after. At most `SETTLED_STEPS` are kept.
+MAX_DRAG: Final = 0.8
+#: Steps that are compared: the least of the plan before, those of the plan after, the most of any.
 ENOUGH_BEFORE: Final = 2
 ENOUGH_AFTER: Final = 4
+WINDOW_STEPS: Final = 8
+DRIFT: Final = 0.02  # fraction of the work by which a machine changes from one plan to the next for other reasons
 CLEAR_CHANGE: Final = 0.05  # fraction of the work by which `beside` must differ between two plans that are compared
-DRIFT: Final = 0.02  # fraction by which a machine's times change from one plan to the next for other reasons
 #: If the work of so many consecutive steps under one plan differs by this fraction, it is other work (a batch size).
 OTHER_WORK: Final = 0.3
 OTHER_STEPS: Final = 3
-SELDOM: Final = 0.25  # below this share of a step, the device does not count as waiting for launches
 #: The least and most consecutive steps whose median share of waiting counts. A host may be busy for ten seconds.
 ENOUGH_SHARES, USUAL_STEPS = 3, 24
+SELDOM: Final = 0.25  # below this share of a step, the device does not count as waiting for launches
+#: The weight that older evidence keeps when new evidence arrives.
+FADING: Final = 0.7
 #: What the share of waiting that counts keeps after one step: while half of the last steps had none, although the CPU
 #: updates beside at least `AS_BEFORE` of the work beside which it did in steps with it; and otherwise.
 FORGETTING: Final = (0.95, 0.999)
 AS_BEFORE: Final = 0.9
+NEVER: Final = 0.05  # up to this share of a step, the device does not wait at all
 #: Stalls above this fraction of the work make it longer themselves: after a stall, the device has no queued work.
 MUCH_STALL: Final = 0.1
 
@@ -55,8 +60,10 @@ VISIT_LOSS: Final = 0.45
 #: and its power are shared. Measured on H200s: 0.024 to 0.03 s where visits took 0.36 s, and 8 % of matrix products
 #: beside endless visits. On H100s, whose memory has less bandwidth, it was 0.13.
 WORK_LOSS: Final = 0.08
-#: By so much the two may differ on another machine.
-SPREAD: Final = 0.1
+#: By so much the two may differ on another machine; by this fraction, updates and the GPU's work differ between plans
+#: for other reasons; and no visits cost more.
+CPU_SPREAD, CPU_DRIFT, MOST_CPU_LOSS = 0.2, 0.05, 1.0
+WORK_SPREAD, WORK_DRIFT, MOST_WORK_LOSS = 0.1, 0.02, 0.4
 #: They are learned once a plan was in effect for so many steps, from the last `ENOUGH_AFTER` of them: the first ones
 #: are slower, while the memory of layers that have moved is given back. Before the first plan none have. The plan
 #: before may be so many steps ago. The share of the time in which state visits must differ by this much.
@@ -123,8 +130,8 @@ class _Window:
     """The last steps under one plan: what it takes, in seconds, and how much of it is beside something else."""
 
     plan: Hashable
-    times_s: deque[float] = field(default_factory=lambda: deque(maxlen=SETTLED_STEPS))
-    besides: deque[float] = field(default_factory=lambda: deque(maxlen=SETTLED_STEPS))
+    times_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    besides: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     count: int = 0  # of all its steps
 
     def add(self, time_s: float, beside: float) -> None:
@@ -150,14 +157,14 @@ class _Window:
 
 
 class _Evidence:
-    """Estimates, weighted by certainty, which is 1 / variance."""
+    """Estimates, weighted by certainty, which is 1 / variance. The weight of older ones fades."""
 
     def __init__(self) -> None:
         self._weight = self._weighted = 0.0
 
     def add(self, value: float, weight: float) -> None:
-        self._weight += weight
-        self._weighted += weight * value
+        self._weight = FADING * self._weight + weight
+        self._weighted = FADING * self._weighted + weight * value
 
     def beside(self, usual: float, spread: float) -> float:
         """The mean with a usual value that is known up to this spread."""
@@ -172,13 +179,13 @@ class VisitsCost:
     """The fraction by which something takes longer while state visits. `observe` each step.
 
     It may become slower at any time, whatever visits. So what is compared is a plan and the last one before it that was
-    in effect for as long, or the first one; one of them has clearly more visits. Until there are two, it is the `usual`
-    fraction, give or take `SPREAD`. If they seem to cost less than nothing, or more than the whole time, that had
-    another reason.
+    in effect for as long, or the first one; one of them has clearly more visits. For other reasons, what it takes
+    differs by the fraction `drift` between plans. Until there are two, it is the `usual` fraction, give or take
+    `spread`. If they seem to cost less than nothing, or more than `most`, that had another reason.
     """
 
-    def __init__(self, usual: float) -> None:
-        self._usual = usual
+    def __init__(self, usual: float, *, spread: float, drift: float, most: float) -> None:
+        self._usual, self._spread, self._drift, self._most = usual, spread, drift, most
         self._evidence = _Evidence()
         self.forget_plans()
 
@@ -190,7 +197,7 @@ class VisitsCost:
 
     @property
     def value(self) -> float:
-        return min(max(self._evidence.beside(self._usual, SPREAD), 0.0), 1.0)
+        return min(max(self._evidence.beside(self._usual, self._spread), 0.0), self._most)
 
     def observe(self, placed: Hashable, *, beside: float, time_s: float) -> None:
         """What a step with these placements takes. State visits for this share of what it would take alone."""
@@ -214,12 +221,12 @@ class VisitsCost:
         longer = here_s / before_s
         more = fmean(here.besides) - longer * fmean(before.besides)
         cost = (longer - 1) / more if abs(more) >= CLEAR_BESIDE else inf
-        if -2 * SPREAD <= cost <= 1.0:
+        if -2 * self._spread <= cost <= self._most:
             noise = (here.noise + longer**2 * before.noise) / before_s**2
-            self._evidence.add(max(cost, 0.0), more**2 / (noise + 2 * DRIFT**2))
+            self._evidence.add(max(cost, 0.0), more**2 / (noise + 2 * self._drift**2))
 
     def check(self) -> None:
-        assert 0.0 <= self.value <= 1.0
+        assert 0.0 <= self.value <= self._most
         self._evidence.check()
 
 
@@ -241,7 +248,7 @@ class Contention:
     @property
     def drag(self) -> float:
         """The share of forward and backward that is lost while the CPU updates."""
-        spread = TYPICAL_DRAG / 2 * self._starved + LEAST_SPREAD
+        spread = TYPICAL_SPREAD * self._starved + LEAST_SPREAD
         return min(max(self._evidence.beside(TYPICAL_DRAG * self._starved, spread), 0.0), MAX_DRAG)
 
     def is_unusual(self, gpu_lids: frozenset[int], *, work_s: float, stall_s: float, starved: float) -> bool:
@@ -253,7 +260,7 @@ class Contention:
         here = self._here
         if here is None or here.plan != gpu_lids or stall_s > MUCH_STALL * work_s or starved <= SELDOM:
             return False
-        is_known = len(self._shares) >= ENOUGH_SHARES and median_high(self._shares) <= SELDOM
+        is_known = len(self._shares) >= ENOUGH_SHARES and median_high(self._shares) <= NEVER
         return is_known and work_s > median(here.times_s)
 
     def observe(
@@ -271,7 +278,7 @@ class Contention:
         # CPU updates as before, the reason was another: the host was busy.
         self._shares.append(min(starved, 1.0))
         usual = median_low(self._shares) if len(self._shares) >= ENOUGH_SHARES else 0.0
-        has_ended = usual <= SELDOM and beside_s >= AS_BEFORE * self._then * work_s
+        has_ended = usual <= NEVER and beside_s >= AS_BEFORE * self._then * work_s
         self._starved = max(FORGETTING[not has_ended] * self._starved, usual)
         if starved > SELDOM:
             self._then = beside_s / work_s
