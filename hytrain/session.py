@@ -147,7 +147,7 @@ class Session:
         given = [p for group in self._site.groups.now for p in group["params"]]
         self._others = [TensorWeakRef(p) for p in given if id(p) not in _managed and p.numel()]  # empty: no change
         renew = weakref.WeakMethod(self._renew)
-        engine.watch(lambda: (method := renew()) is not None and method())
+        engine.renew = lambda: (method := renew()) is not None and method()
 
     def _own(self) -> set[int]:
         return {id(known.parameter) for known in self.parameters if not known.is_gone}

@@ -108,7 +108,8 @@ class Engine:
         self._steps_before = 0
         self._is_asked_to_save = False
         self._lending: Lending | None = None  # once weights were lent
-        self._renew: Callable[[], bool] = lambda: False
+        #: Called when the model is entered between steps. It returns True if another engine has taken over.
+        self.renew: Callable[[], bool] = lambda: False
         self._health = Health(updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
@@ -164,10 +165,6 @@ class Engine:
         """Before the first forward: the parameter's values, in its shape, for wherever its weights rest now."""
         self._masters.begin_with(known, values)
 
-    def watch(self, renew: Callable[[], bool]) -> None:
-        """Call `renew` when the model is entered between steps. It returns True if another engine has taken over."""
-        self._renew = renew
-
     def continue_from(self, before: Engine) -> None:
         """Take over the counts and flags of the engine that this one replaces."""
         self.steps = before.steps
@@ -180,7 +177,7 @@ class Engine:
         if not in_backward():
             self._health.check()
             idle = self._health.life.state is State.IDLE
-            if idle and torch.is_grad_enabled() and self._renew():
+            if idle and torch.is_grad_enabled() and self.renew():
                 return
             if idle:
                 self._meter.restart()
