@@ -108,7 +108,7 @@ class Engine:
         self._steps_before = 0
         self._is_asked_to_save = False
         self._lending: Lending | None = None  # once weights were lent
-        #: Called when the model is entered between steps. It returns True if another engine has taken over.
+        #: Asked when the model is entered between steps: whether another engine has taken over.
         self.renew: Callable[[], bool] = lambda: False
         self._health = Health(updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
@@ -155,10 +155,9 @@ class Engine:
             self._boundary.start(plan)
             self._offload.start()
         except ClusterError:
-            health = self._health
-            with health.changed:  # the optimizer's own error, if it sends one, says more than a closed socket
-                health.changed.wait_for(lambda: health.failure is not None, FAILURE_GRACE_S)
-            health.check()
+            with self._health.changed:  # the optimizer's own error, if it sends one, says more than a closed socket
+                self._health.changed.wait_for(lambda: self._health.failure is not None, FAILURE_GRACE_S)
+            self._health.check()
             raise
 
     def begin_with(self, known: TrainedParameter, values: Tensor) -> None:
