@@ -45,7 +45,7 @@ _NOT_CALLED: Final = (
     "{} was read without its module being called, while its update may have been under way: call the module, or "
     "opt.synchronize() before forward"
 )
-_TRACED_STREAMED: Final = (
+_TRACED_OFFLOADED: Final = (
     "torch.jit.trace of a model whose weights are offloaded, where its copy would find none: trace "
     "copy.deepcopy(model), or leave out offload_weights="
 )
@@ -162,7 +162,7 @@ class Reads:
     def _note_tracing(self) -> None:
         """`torch.jit.trace` makes a copy that has the same parameters. Raises `UsageError` if those are offloaded."""
         if self._offload.may_offload:
-            raise UsageError(_TRACED_STREAMED)
+            raise UsageError(_TRACED_OFFLOADED)
         if not self.is_traced:
             _log.warning(
                 "torch.jit.trace has run the model, and may have made a copy that reads its weights where nobody waits "
