@@ -67,7 +67,7 @@ class Places:
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        if unknown := [name for name in self.names if name not in PLACEMENTS]:
+        if unknown := sorted(set(self.names) - PLACEMENTS.keys()):
             raise ValueError(f"unknown placements {unknown}; known: {', '.join(PLACEMENTS)}")
 
     @classmethod

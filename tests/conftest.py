@@ -1,7 +1,7 @@
 """What every test gets: the checkout on the path, the markers `gpu`, `slow` and `spawns`, and the leak check.
 
 a test marked `spawns`                                          no_leaks
-TMPDIR = a private folder ◀──────────────────────────────────── before: children, descriptors
+TMPDIR = a private folder ◀──────────────────────────────────── before: processes, descriptors
 starts processes, which inherit TMPDIR, however deep they are
 ends ─────────────────────────────────────────────────────────▶ after: poll until nothing is left, or fail
 
@@ -67,13 +67,23 @@ def build_kernels() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    """Modules and tests stay until the end: the garbage collector need not look at them, neither now nor later."""
+    """Modules and tests stay until the end: the garbage collector need not look at them."""
     gc.disable()
     try:
         return (yield)
     finally:
-        gc.freeze()
         gc.enable()
+
+
+def pytest_runtest_setup() -> None:
+    freeze(len(sys.modules))
+
+
+@functools.cache
+def freeze(modules: int) -> None:
+    """Modules stay until the end: the garbage collector need not look at so many again, for 0.1 s each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -115,40 +125,48 @@ def no_leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         # torch makes this folder where temporary files go when its compiler is first imported, and leaves it there.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "inductor"))
         descriptors = open_descriptors()
-        children = set(psutil.Process().children(recursive=True))
+        running = pids()
         yield
     try:
         deadline = time.monotonic() + GRACE_S
-        while leaks := find_leaks(folder, descriptors, children):
+        while leaks := find_leaks(folder, descriptors, running):
             if time.monotonic() > deadline:
                 pytest.fail("left behind:\n  " + "\n  ".join(leaks), pytrace=False)
             gc.collect()  # what only a reference cycle holds open is not leaked; it takes a tenth of a second
             time.sleep(0.02)
     finally:
-        for process in processes_of(folder, children):
+        for process in processes_of(folder, running):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()  # the next test starts clean
         shutil.rmtree(folder, ignore_errors=True)  # one just killed may still be writing
 
 
-def find_leaks(folder: Path, descriptors: set[str], children: set[psutil.Process]) -> list[str]:
+def find_leaks(folder: Path, descriptors: set[str], running: set[int]) -> list[str]:
     """One line for each thing that is there now and was not before."""
     return [
-        *(f"process {describe(process)}" for process in processes_of(folder, children)),
+        *(f"process {describe(process)}" for process in processes_of(folder, running)),
         *(f"file descriptor {name}" for name in sorted(open_descriptors() - descriptors)),
         *(f"temporary file or folder {path}" for path in sorted(folder.iterdir())),
     ]
 
 
-def processes_of(folder: Path, children: set[psutil.Process]) -> list[psutil.Process]:
-    """New children, zombies too, and whatever carries the test's TMPDIR, even if its parent is gone."""
-    found = set(psutil.Process().children(recursive=True)) - children
+def processes_of(folder: Path, running: set[int]) -> list[psutil.Process]:
+    """Of those that were not running before: children, zombies too, and whatever carries the test's TMPDIR.
+
+    A child that has lost it is one, or has a parent that is. One whose parent is gone is known by what it carries.
+    """
+    found = []
     carried = f"\0TMPDIR={folder}\0".encode()
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # gone meanwhile, a zombie, or another user's
-            if int(pid) != os.getpid() and carried in b"\0" + Path("/proc", pid, "environ").read_bytes():
-                found.add(psutil.Process(int(pid)))
-    return sorted(found, key=lambda process: process.pid)
+    for pid in sorted(pids() - running):
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # gone meanwhile, or another user's
+            process = psutil.Process(pid)
+            if process.ppid() == os.getpid() or carried in b"\0" + Path("/proc", str(pid), "environ").read_bytes():
+                found.append(process)
+    return found
+
+
+def pids() -> set[int]:
+    return set(map(int, filter(str.isdecimal, os.listdir("/proc"))))
 
 
 def describe(process: psutil.Process) -> str:

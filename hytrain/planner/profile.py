@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from math import ceil
 from typing import Final, NamedTuple, TypeVar
@@ -63,9 +64,9 @@ class LayerProfile(LayerFacts):
         return self.state_s(max(self.d2h_s, self.h2d_s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Profile:
-    """All trainable layers, in forward order. Sums are over all of them, whoever owns them.
+    """All trainable layers, in forward order. Sums are over all of them, whoever owns them, and are found once.
 
     `other_s` is the time between the end of backward and the first layer's forward: the loop's own work, during which
     the CPU updates. `middle_s` is the time between the first forward and the last backward of a step with several, in
@@ -125,32 +126,50 @@ class Profile:
         if unknown := lids - self.lids:
             raise ValueError(f"layers {sorted(unknown)} are not in the profile")
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(layer.numel for layer in self.layers)
 
-    @property
+    @cached_property
+    def weights_bytes(self) -> int:
+        """Of weights that can be offloaded."""
+        return sum(self.block_bytes.values())
+
+    @cached_property
+    def largest_weights_bytes(self) -> int:
+        """Of one layer."""
+        return max(layer.weights_bytes for layer in self.layers)
+
+    @cached_property
+    def block_bytes(self) -> Mapping[int, int]:
+        """The weights of each block that can be offloaded."""
+        found = dict.fromkeys((layer.block for layer in self.layers), 0)
+        for layer in self.layers:
+            found[layer.block] += layer.weights_bytes
+        return found
+
+    @cached_property
     def must_visit(self) -> float:
         """The share of the parameters in layers that the CPU cannot update."""
         return sum(layer.numel for layer in self.layers if layer.must_visit) / max(1, self.numel)
 
-    @property
+    @cached_property
     def forward_s(self) -> float:  # t_F
         return sum(layer.forward_s for layer in self.layers)
 
-    @property
+    @cached_property
     def backward_s(self) -> float:  # t_B
         return sum(layer.backward_s for layer in self.layers)
 
-    @property
+    @cached_property
     def cpu_update_s(self) -> float:  # t_U, with all layers on the CPU
         return sum(layer.cpu_update_s for layer in self.layers)
 
-    @property
+    @cached_property
     def gpu_update_s(self) -> float:  # with all layers on the GPU
         return sum(layer.gpu_update_s for layer in self.layers)
 
-    @property
+    @cached_property
     def activations_s(self) -> float:
         """How long the link needs for activations, each way, at the pace of the layers' copies."""
         copies_s = sum(max(layer.d2h_s, layer.h2d_s) for layer in self.layers)
@@ -174,7 +193,7 @@ class Profile:
         """GPU memory for the optimizer state of the layers that the GPU owns, and for weights that can be offloaded."""
         owned = [layer for layer in self.layers if layer.lid in gpu_lids]
         blocks = {layer.block for layer in owned if layer.weights_bytes}
-        weights_bytes = sum(layer.weights_bytes for layer in self.layers if layer.block in blocks)
+        weights_bytes = sum(self.block_bytes[block] for block in blocks)
         return sum(layer.gpu_state_bytes for layer in owned) + self.weights_on_gpu_bytes(weights_bytes)
 
     def weights_on_gpu_bytes(self, owned_bytes: int) -> int:
@@ -183,7 +202,7 @@ class Profile:
         As much rests in host memory as is wanted and can be. What the GPU owns is never offloaded.
         """
         of_blocks = _of(self.offload, self.layers, [layer for layer in self.layers if layer.weights_bytes])
-        stay_bytes = ceil((1.0 - of_blocks) * sum(layer.weights_bytes for layer in self.layers))
+        stay_bytes = ceil((1.0 - of_blocks) * self.weights_bytes)
         return max(stay_bytes, owned_bytes) + self.in_window_bytes
 
     @property
@@ -252,11 +271,16 @@ class Order:
         self._foremost = ranked[0].lid if ranked else -1
         self._layers = [_Group.of([layer]) for layer in _spread(ranked) if not layer.must_visit]
         self._must_visit = [_Group.of([layer]) for layer in ranked if layer.must_visit]
+        self._known: dict[tuple[frozenset[int], float, float], Places] = {}
 
     def places(self, gpu_lids: frozenset[int], visit: float, offload: float) -> Places:
         """The placement of each layer if the GPU owns these, with the shares of visits and of offloaded weights."""
-        offloaded = self.offloaded(gpu_lids, offload)
-        return Places.chosen(1 + max(self.lids), gpu_lids, self.visiting(gpu_lids, offloaded, visit), offloaded)
+        asked = gpu_lids, visit, offload
+        if asked not in self._known:
+            offloaded = self.offloaded(gpu_lids, offload)
+            visiting = self.visiting(gpu_lids, offloaded, visit)
+            self._known[asked] = Places.chosen(1 + max(self.lids), gpu_lids, visiting, offloaded)
+        return self._known[asked]
 
     def offloaded(self, gpu_lids: frozenset[int], share: float) -> frozenset[int]:
         """The layers whose weights rest in host memory, with at least this share of all, as far as they can be.

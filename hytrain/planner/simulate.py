@@ -26,7 +26,7 @@ rest in host memory, too.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -178,16 +178,14 @@ class _Window:
     """The GPU memory through which offloaded weights come, and the link that brings them, in forward or in backward."""
 
     def __init__(self, profile: Profile, events: list[Event], *, visits: bool) -> None:
-        self.block_bytes = defaultdict[int, int](int)
-        for layer in profile.layers:
-            self.block_bytes[layer.block] += layer.weights_bytes
+        self.block_bytes = profile.block_bytes
         block_bytes = max(self.block_bytes.values(), default=0)
-        hold_bytes = sum(self.block_bytes.values()) if profile.hold_bytes is None else profile.hold_bytes
+        hold_bytes = profile.weights_bytes if profile.hold_bytes is None else profile.hold_bytes
         self.for_visits_bytes = wider_by_bytes(hold_bytes, block_bytes) if visits else 0
-        largest = max((layer.weights_bytes for layer in profile.layers), default=0)
+        largest = profile.largest_weights_bytes
         self._slots = max(1, (profile.window_bytes + self.for_visits_bytes) // largest) if largest else 1
         self._events, self._left_s, self._free_s = events, list[float](), 0.0
-        weights_bytes = sum(layer.weights_bytes for layer in profile.layers)
+        weights_bytes = profile.weights_bytes
         self._activations_s = profile.activations_s / weights_bytes if weights_bytes else 0.0  # per byte of weights
         self.waited_s = 0.0
 
