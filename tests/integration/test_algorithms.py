@@ -25,7 +25,7 @@ from hytrain.optim import Optimizer
 from hytrain.step import offload
 from protocol.rules import MOMENT_PLANES
 
-STEPS = 24
+STEPS = 16
 WIDTH = 35
 PLACEMENTS: list[dict[str, Any]] = [
     {"k": 0.0},

@@ -23,7 +23,7 @@ from hytrain.memory import visits
 from hytrain.model import layers
 from hytrain.step import offload
 
-STEPS = 16
+STEPS = 10
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "all on the CPU": {"k": 0.0},
     "a part": {"k": 0.5},

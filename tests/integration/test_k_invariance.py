@@ -31,7 +31,7 @@ from hytrain.step import device, offload
 from hytrain.step.device import DeviceUpdates
 from workers.watch import monitor
 
-STEPS = 50
+STEPS = 30
 
 CHOICES: dict[str, dict[str, Any]] = {
     "all on the CPU": {"k": 0.0},

@@ -331,7 +331,7 @@ def pruned() -> nn.Module:
 @pytest.mark.parametrize("make", [Attention, Repeated, Nested, pruned])
 def test_whatever_way_weights_are_read(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     def run(model: nn.Module, opt: Any) -> None:
-        for step in range(40):
+        for step in range(20):
             train(model, opt, [step], square_loss)
             if "policy" in options and isinstance(opt, hytrain.AdamW):
                 wait_for_coordinator(opt)
