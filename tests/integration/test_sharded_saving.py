@@ -91,6 +91,13 @@ def whole(model: nn.Module, opt: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {n: (value.int() if value.dtype is torch.int16 else value).cpu() for n, value in values.items()}
 
 
+def in_whole_arrays(opt: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its state as one rank would have it."""
+    saved = opt.state_dict()
+    whole = lambda value: value.full_tensor() if isinstance(value, DTensor) else value  # noqa: E731
+    return saved | {"state": {n: {p: whole(v) for p, v in entry.items()} for n, entry in saved["state"].items()}}
+
+
 def dcp_save(model: nn.Module, opt: torch.optim.Optimizer, folder: Path, **options: bool) -> None:
     weights, state = get_state_dict(model, opt, options=StateDictOptions(**options))
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
@@ -154,10 +161,11 @@ def save_all(name: str, shape: tuple[int, ...], folder: Path) -> dict[str, Tenso
 def load_all(name: str, shape: tuple[int, ...], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The state that every way loads, and the one two steps later."""
     model, loaded = sharded(name, *shape), list[dict[str, Tensor]]()
+    arrays = dict[str, Any]()
     with adamw(model, lr=0.5, **for_this_rank(K), **precision(name)) as opt:
-        for way in ("sharded", "full", "async", "staged by the writer", "own", "copied"):
-            if way in ("own", "copied"):
-                opt.load(folder / way)
+        for way in ("sharded", "full", "async", "staged by the writer", "own", "copied", "a dictionary"):
+            if way in ("own", "copied", "a dictionary"):
+                opt.load_state_dict(arrays) if way == "a dictionary" else opt.load(folder / way)
                 weights = model.state_dict()
                 dcp.load({"model": weights}, checkpoint_id=folder / "sharded")
                 model.load_state_dict(weights)
@@ -165,6 +173,7 @@ def load_all(name: str, shape: tuple[int, ...], folder: Path) -> tuple[dict[str,
                 dcp_load(model, opt, folder / way, **({"full_state_dict": True} if way == "full" else {}))
             assert opt.param_groups[0]["lr"] == LR
             loaded.append(whole(model, opt))
+            arrays = in_whole_arrays(opt)
             if unequal := differing(loaded[-1], loaded[0]):
                 raise AssertionError(f"{way}: {unequal}")
             train(model, opt, range(3, 5))
