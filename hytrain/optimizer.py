@@ -129,17 +129,19 @@ class Optimizer(SavedOptimizer):
         Raises:
             UsageError: `set_to_none` is False, or the step's updates have started.
         """
-        if not set_to_none:
+        if not set_to_none and not self._session.accumulation.timing.in_step:
             raise UsageError(
-                "zero_grad(set_to_none=False): HyTrain's gradients are gone after backward; use zero_grad()"
+                "zero_grad(set_to_none=False): HyTrain's gradients are gone after backward; use zero_grad(), or pass "
+                'updates="step"'
             )
-        self._zero_grad()
+        self._zero_grad(set_to_none)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _zero_grad(self) -> None:
-        self._engine.drop_gradients()
+    def _zero_grad(self, set_to_none: bool) -> None:
+        if set_to_none:
+            self._engine.drop_gradients()
         with unwatched():
-            super().zero_grad(set_to_none=True)
+            super().zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the model, from the next step on. All other parameters continue unchanged.
@@ -186,6 +188,10 @@ class Optimizer(SavedOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Read by `GradScaler.step`, before anything else."""
+        timing = self._session.accumulation.timing
+        if timing.in_step:
+            timing.saw("has a GradScaler")
+            return False
         raise UsageError(SCALER)
 
     @property

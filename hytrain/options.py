@@ -27,6 +27,7 @@ from protocol.messages import MASTER_DTYPES, OBJECTIVES, POLICIES, STATE_DTYPES
 class SharedOptions(TypedDict, total=False):
     """The options of every optimizer, with the types that users give."""
 
+    updates: str
     grad_accumulation: int
     accumulate_on: str
     max_grad_norm: float | None
@@ -137,6 +138,13 @@ class Options:
     """The options of an optimizer, checked, in the order of docs/options.md. Fractions are None for "auto"."""
 
     algorithm: Algorithm
+    updates: str = _option(
+        "backward",
+        'when a step\'s updates begin: in its last `"backward"`, or in `"step"`, as torch\'s do, so that gradients can be '
+        'read and changed until then. `"auto"`: in `step()` if the loop does something between backward and it in its '
+        "first step, else in backward",
+        OneOf(("auto", "backward", "step"), '{} is {!r}: "auto", "backward" or "step"'),
+    )
     grad_accumulation: int = _option(
         1,
         "how many backwards make a step; divide the loss by it yourself",

@@ -44,6 +44,7 @@ from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat
 from hytrain.state import dicts
 from hytrain.step.accumulation import Accumulation
+from hytrain.step.timing import Timing
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
 from hytrain.trackers import THREAD_NAME, Trackers
@@ -77,7 +78,7 @@ class Session:
         came_from = check_model(model)
         device = options.device or came_from
         self.memory = gpu_memory(device)
-        self.accumulation = Accumulation(options.grad_accumulation)
+        self.accumulation = Accumulation(options.grad_accumulation, Timing(options.updates))
         self.resting = dicts.Resting(options.algorithm, options.precision)
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []

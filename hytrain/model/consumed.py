@@ -18,25 +18,24 @@ from hytrain.errors import UsageError
 _aten = torch.ops.aten
 
 SCALER: Final = (
-    'a GradScaler unscales gradients after backward, when HyTrain\'s are gone: pass loss_scale="dynamic" to '
-    "hytrain.AdamW and call opt.scale(loss).backward(), without a GradScaler"
+    'a GradScaler unscales gradients after backward, when HyTrain\'s are gone: pass updates="step" to hytrain.AdamW; or '
+    'loss_scale="dynamic", and call opt.scale(loss).backward(), without a GradScaler'
 )
 
 _ADVICE: Final = {
-    "change": "call backward in opt.no_sync(), so that updates begin in step(), or change gradients in a hook of your "
-    "own (Tensor.register_hook) while backward runs; for a sum over n backwards, pass grad_accumulation=n to "
-    "hytrain.AdamW",
+    "change": 'pass updates="step" to hytrain.AdamW, or change gradients in a hook of your own (Tensor.register_hook) '
+    "while backward runs; for a sum over n backwards, pass grad_accumulation=n",
     "clip": "gradient clipping after backward comes too late for HyTrain, which updates while backward runs: "
-    "pass max_grad_norm to hytrain.AdamW in place of clip_grad_norm_, and the norm of all is opt.grad_norm; or call "
-    "backward in opt.no_sync(), so that updates begin in step()",
+    "pass max_grad_norm to hytrain.AdamW in place of clip_grad_norm_, and the norm of all is opt.grad_norm; or pass "
+    'updates="step"',
     "scale": SCALER,
     "divide": "divide the loss instead; a schedule of torch.distributed.pipelining divides gradients after backward "
     "unless it has scale_grads=False: pass that, and divide in its loss_fn by the number of micro-batches",
     "zero": "zero_grad(set_to_none=False) needs the gradient: use zero_grad(), which sets it to None",
     "reduce": "to reduce a gradient over ranks, return the reduced one from a hook of your own (Tensor.register_hook), "
     "which runs in backward",
-    "read": "call backward in opt.no_sync(), so that updates begin in step(), or read gradients in a hook of your own "
-    "(Tensor.register_hook) while backward runs",
+    "read": 'pass updates="step" to hytrain.AdamW, or read gradients in a hook of your own (Tensor.register_hook) while '
+    "backward runs",
     "optimizer": "another optimizer was asked to update this parameter too: give each parameter to one optimizer",
 }
 

@@ -29,6 +29,7 @@ from hytrain.model.summed import SummedGradient, summed
 from hytrain.model.trained import TrainedParameter
 from hytrain.step.autograd import in_backward
 from hytrain.step.sums import DeviceSums, HostSums, Sums
+from hytrain.step.timing import Timing
 from hytrain.tensors import distributed, flat, laid_out, shaped, version
 
 _log = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ _log = logging.getLogger(__name__)
 class _Sum:
     """One parameter's sum, in `sums` until it is taken from there. If its values are kept then, `own` has them."""
 
-    def __init__(self, parameter: TrainedParameter, sums: Sums) -> None:
-        self._parameter, self._sums = parameter, sums
+    def __init__(self, parameter: TrainedParameter, sums: Sums, timing: Timing) -> None:
+        self._parameter, self._sums, self._timing = parameter, sums, timing
         self.own: Tensor | None = None
         self._fresh: Tensor | None = None  # autograd has just added to it
         self._await_update: Callable[[TrainedParameter], None] = lambda parameter: None
@@ -59,6 +60,7 @@ class _Sum:
             self._sums.put(self._parameter, fresh)
 
     def value(self) -> Tensor:
+        self._timing.saw("reads gradients")
         if self.own is not None:
             return self.own
         is_fresh, total = self._fresh is not None, self.take()
@@ -70,10 +72,10 @@ class _Sum:
 
     def write(self, value: Tensor) -> None:
         if self.own is None:
-            self.take()
-            self._sums.put(self._parameter, flat(value).float())
+            self._sums.put(self._parameter, flat(value).to(self.take().dtype))
 
     def settle(self) -> Tensor:
+        self._timing.saw("changes gradients")
         if self.own is None:
             self.own = self._as_gradient(self.take())
         self._await_update(self._parameter)
@@ -84,7 +86,7 @@ class _Sum:
         self.own, self._await_update = self._as_gradient(gradient), await_update
 
     def take(self) -> Tensor:
-        """The sum: float32, shape (numel,), in storage order. Raises `UsageError` if an update has consumed it."""
+        """The sum, shape (numel,), in storage order. Raises `UsageError` if an update has consumed it."""
         if self._parameter.sum is None or self._parameter.sum() is not self:
             raise UsageError(CONSUMED)
         fresh, self._fresh = self._fresh, None
@@ -99,9 +101,10 @@ class _Sum:
 class Accumulation:
     """The gradient sums of one optimizer. A parameter's `p.grad` shows its sum, and drops it by becoming another."""
 
-    def __init__(self, backwards: int) -> None:
-        self._backwards = backwards
+    def __init__(self, backwards: int, timing: Timing) -> None:
+        self._backwards, self.timing = backwards, timing
         self._held = False
+        self._is_last = False  # but for the time when updates begin
         self._goes_on: Callable[[], bool] = lambda: False
         self.begin_anew(DeviceSums)
 
@@ -138,7 +141,10 @@ class Accumulation:
         if goes_on := self._goes_on():
             self.count_no_more()
         self._sums.begin()
-        return not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
+        if self._is_last and ended:
+            self.timing.saw("calls backward several times")
+        self._is_last = not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
+        return self._is_last and not self.timing.in_step
 
     def expects(self, ended: int) -> bool:
         """Whether more backwards were announced than the `ended` ones of this step."""
@@ -172,9 +178,10 @@ class Accumulation:
         if not self._chosen:
             self._sums, self._chosen = self._choose(), True
         self._forget(parameter)
-        # A copy: a replayed CUDA graph writes each gradient where the one before was.
-        self._sums.put(parameter, gradient.to(torch.float32, copy=True))
-        total = _Sum(parameter, self._sums)
+        # If no more backwards were announced, it is torch's sum, in the gradient's own dtype. Otherwise a copy: a
+        # replayed CUDA graph writes each gradient where the one before was.
+        self._sums.put(parameter, gradient if self._is_last else gradient.to(torch.float32, copy=True))
+        total = _Sum(parameter, self._sums, self.timing)
         parameter.sum = weakref.ref(total)
         parameter.parameter.grad = distributed(SummedGradient(total, parameter.own), parameter.parameter)
 
@@ -210,6 +217,11 @@ class Accumulation:
         else:
             self._sums.discard(parameter)
         parameter.sum = None
+
+    def note_dropped(self) -> None:
+        """No more backwards come in this step: has the loop dropped or replaced gradients?"""
+        if any(self._sum_of(parameter) is None for parameter in self._sums.waiting()):
+            self.timing.saw("drops gradients")
 
     def drop(self) -> None:
         """Drop the sums that are left."""

@@ -101,6 +101,8 @@ class Backward:
             raise UsageError("reentrant activation checkpointing: pass use_reentrant=False to checkpoint()")
         if scaling is not None and not scaling.claim():
             raise UsageError("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")
+        if life.step and not life.ended:
+            self._accumulation.timing.end_step()
         first, last = life.ended == 0, self._accumulation.begin(life.ended)
         if first and (left := first_consumed(self._parameters)) is not None:
             raise UsageError(_LEFT.format(left.name))
@@ -131,6 +133,8 @@ class Backward:
                 self.on_gradient(parameter, parameter.parameter)
             if life.state is State.COMMITTING:
                 self._commit.complete(keep=by_step)
+            else:
+                self._commit.end_sum()
         self._kept.end_backward()
         self._offload.end_backward()
         life.on(Event.END)  # last, so that an exception above counts as one in backward
@@ -147,6 +151,7 @@ class Backward:
         given = with_gradients(self._parameters)
         if not given:
             return
+        self._accumulation.timing.saw("sets or keeps gradients")
         self._reads.synchronize()
         for parameter in given:
             assert parameter.parameter.grad is not None
@@ -162,6 +167,7 @@ class Backward:
         if life.state is State.SUMMED and not with_gradients(self._parameters):
             life.on(Event.DROP)
         if life.state is State.SUMMED:
+            self._accumulation.note_dropped()
             self._commit.begin_step()
             life.on(Event.STEP)
             with self._health.undivided("the update of layers"):

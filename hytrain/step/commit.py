@@ -12,6 +12,7 @@ of a stage, a collective, comes in `step()`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Final
 
 from torch import Tensor
@@ -32,7 +33,7 @@ from protocol.rules import Hyper
 _TOO_LATE: Final = (
     "the learning rate, or another value in opt.param_groups, was set between backward and step(), but the updates "
     "began in backward, with the values of that time: set them before backward, or after opt.step(), as schedulers do "
-    "that step after the optimizer; or call backward in opt.no_sync(), so that the updates begin in step()"
+    'that step after the optimizer; or pass updates="step"'
 )
 
 
@@ -56,6 +57,12 @@ class Commit:
         self._trip, self._device, self._masters, self._boundary = trip, device, masters, boundary
         self._host, self._read_groups = host, read_groups
         self._overlap, self._is_stage = common.overlap, common.is_stage
+        self._groups_seen: tuple[Hyper, ...] = ()  # at the end of a backward that began no updates
+
+    def end_sum(self) -> None:
+        """A backward has ended that began no updates."""
+        if self._accumulation.timing.learns:
+            self._groups_seen = self._read_groups()
 
     def begin_step(self) -> None:
         """The step's updates are about to begin: fix placements, masters and hyperparameters for this step."""
@@ -68,6 +75,9 @@ class Commit:
                 counts = tuple(segment.owner.count for segment in layer.segments)
                 self._link.post("optimizer", Counted(lid=layer.lid, counts=counts))
         self._device.groups = self._read_groups()
+        if self._groups_seen and _were_set(self._groups_seen, self._device.groups):
+            self._accumulation.timing.saw("sets hyperparameters")
+        self._groups_seen = ()
         self._device.begin_step()
         if self._overlap:
             self._tell_step()
@@ -99,6 +109,7 @@ class Commit:
             total = self._accumulation.take(parameter, keep=keeps)
             is_own = total is None  # the loop's, which may write it from now on
             if is_own:
+                self._accumulation.timing.saw("sets gradients")
                 total = parameter.gradient().clone() if keep else self._kept.copy_of(parameter)
             parameter.fill(total, step, stream)
             if not keep or (keeps is None and not is_own):
@@ -140,7 +151,7 @@ class Commit:
         if (written := self._kept.written_since()) is not None:
             health.refuse(
                 f"the gradient of {written.name}, a tensor that was set as p.grad, was written between backward and "
-                "step(), when its update had begun: call backward in opt.no_sync(), so that updates begin in step()"
+                'step(), when its update had begun: pass updates="step"'
             )
         with unwatched():
             found = [(known, known.parameter.grad) for known in self._parameters]
@@ -156,8 +167,8 @@ class Commit:
             elif parameter.step == life.step:
                 health.refuse(
                     f"the gradient of {parameter.name} was dropped between backward and step(), when its update had "
-                    "begun: call backward in opt.no_sync(), so that updates begin in step(); pass "
-                    'on_nonfinite="skip" to leave out steps, and freeze what is not to be trained'
+                    'begun: pass updates="step", or on_nonfinite="skip" to leave out steps that are not finite; freeze '
+                    "what is not to be trained"
                 )
 
     def commit(self) -> bool:
@@ -180,3 +191,9 @@ class Commit:
 
     def close(self) -> None:
         self._kept.close()
+
+
+def _were_set(before: tuple[Hyper, ...], now: tuple[Hyper, ...]) -> bool:
+    """Whether a hyperparameter is another object than before: set anew, perhaps to the value that it had."""
+    pairs = zip(before, now, strict=True)
+    return any(getattr(one, it.name) is not getattr(two, it.name) for one, two in pairs for it in fields(one))

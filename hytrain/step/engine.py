@@ -246,12 +246,18 @@ class Engine:
 
     def drop_gradients(self) -> None:
         """Discard the sums of gradients. Raises `UsageError` if the step's updates have begun."""
-        if self._health.failure is None and self._health.on(Event.DROP) is State.IDLE:
+        if self._health.failure is not None:
+            return
+        if self._health.life.state is State.SUMMED:
+            self._accumulation.timing.saw("drops gradients")
+        if self._health.on(Event.DROP) is State.IDLE:
             self._accumulation.drop()
 
     def before_load(self, what: str) -> None:
         """Raise `UsageError` between a backward that updates and `step()`: in torch, the update comes after `what`."""
         self._health.require(Event.LOAD, what=what)
+        if self._health.life.state is State.SUMMED:
+            self._accumulation.timing.saw("saves or loads")
 
     def before_regroup(self, what: str) -> None:
         self._health.require(Event.REGROUP, what=what)

@@ -60,9 +60,9 @@ _NO_STEP: Final = Refusal(
     "step's last backward in opt.no_sync()"
 )
 _DROPPED: Final = Refusal(
-    "zero_grad() between backward and step() comes too late: the updates began in backward. Call it after opt.step(); "
-    "call backward in opt.no_sync() where its gradients may be dropped; to leave out steps that are not finite, pass "
-    'on_nonfinite="skip"; freeze what a loss is not to train'
+    "zero_grad() between backward and step() comes too late: the updates began in backward. Call it after opt.step(), "
+    'or pass updates="step"; to leave out steps that are not finite, pass on_nonfinite="skip"; freeze what a loss is '
+    "not to train"
 )
 _LOADED: Final = Refusal(
     "{what} between backward and step(), when updates have begun that torch would make afterwards: call it after "

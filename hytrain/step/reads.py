@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _CALLED_EARLY: Final = (
     "{} is called between backward and step(), when its update has begun, which torch makes in step(). Call opt.step() "
     "after each backward; to accumulate over n backwards, pass grad_accumulation=n, or wrap all but a step's last one "
-    "in opt.no_sync(). Evaluate before backward, or after opt.step()"
+    'in opt.no_sync(). Evaluate before backward, or after opt.step(), or pass updates="step"'
 )
 _NOT_CALLED: Final = (
     "{} was read without its module being called, while its update may have been under way: call the module, or "
@@ -63,6 +63,7 @@ class Reads:
         self._layers, self._parameters, self._overlap = common.layers, common.parameters, common.overlap
         self._health, self._meter = common.health, common.meter
         self._trip, self._offload, self._blocks, self._visits = trip, common.offload, blocks, common.visits
+        self._timing = common.accumulation.timing
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
         self.is_traced = False  # and so read by TorchScript, which calls none of this
 
@@ -112,6 +113,8 @@ class Reads:
         inside, life = in_backward(), self._health.life
         if not inside:
             self._health.require(Event.OUTSIDE)
+            if life.state is State.SUMMED:
+                self._timing.saw("calls the model")
         else:
             self._health.check()
             if (again := self._trip.updated_in_this_backward(gate)) is not None:

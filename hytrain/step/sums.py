@@ -30,7 +30,7 @@ WINDOW_BYTES: Final = 512 << 20
 
 
 class DeviceSums:
-    """One sum per parameter on the device: float32, shape (numel,), in the parameter's storage order."""
+    """One sum per parameter on the device, shape (numel,), in the parameter's storage order."""
 
     on_device: Final = True
 
@@ -66,8 +66,9 @@ class HostSums:
 
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
-        self._memory: dict[TrainedParameter, Pinned] = {}
-        self._left: dict[TrainedParameter, Transfer] = {}  # sums in host memory, in the order of this backward
+        self._memory: dict[tuple[TrainedParameter, torch.dtype], Pinned] = {}
+        # Sums in host memory, in the order of this backward, and the copies that have brought them there.
+        self._left: dict[TrainedParameter, tuple[Tensor, Transfer]] = {}
         self._ahead: Iterator[TrainedParameter] = iter(())  # sums of the last backward, in its order
         self._coming: dict[TrainedParameter, tuple[Tensor, Transfer]] = {}
         self._leaving: deque[tuple[int, Transfer]] = deque()  # bytes, and the copy that holds them
@@ -89,9 +90,10 @@ class HostSums:
     def put(self, parameter: TrainedParameter, total: Tensor) -> None:
         while self._leaving and sum(nbytes for nbytes, _ in self._leaving) + total.nbytes > WINDOW_BYTES:
             self._transfers.land(self._leaving.popleft()[1])  # the next user of its memory waits for the copy
-        departure = self._transfers.gradients_out([(self._host(parameter), total)])
+        host = self._host(parameter, total.dtype)
+        departure = self._transfers.gradients_out([(host, total)])
         self._leaving.append((total.nbytes, departure))
-        self._left[parameter] = replace(departure, keep=())
+        self._left[parameter] = host, replace(departure, keep=())
 
     def discard(self, parameter: TrainedParameter) -> None:
         self._left.pop(parameter, None)
@@ -118,15 +120,15 @@ class HostSums:
                 self._fetch(parameter)
 
     def _fetch(self, parameter: TrainedParameter) -> None:
-        departure, host = self._left.pop(parameter), self._host(parameter)
+        host, departure = self._left.pop(parameter)
         total = torch.empty_like(host, device=parameter.own.device)
         arrival = self._transfers.sums_in([(total, host)], self._transfers.fence(), after=departure)
         self._coming[parameter] = total, arrival
 
-    def _host(self, parameter: TrainedParameter) -> Tensor:
-        if parameter not in self._memory:
-            self._memory[parameter] = Pinned(4 * parameter.own.numel(), self._transfers)
-        return self._memory[parameter].tensor.view(torch.float32)
+    def _host(self, parameter: TrainedParameter, dtype: torch.dtype) -> Tensor:
+        if (parameter, dtype) not in self._memory:
+            self._memory[parameter, dtype] = Pinned(dtype.itemsize * parameter.own.numel(), self._transfers)
+        return self._memory[parameter, dtype].tensor.view(dtype)
 
 
 Sums = DeviceSums | HostSums

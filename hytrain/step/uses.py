@@ -22,13 +22,13 @@ from hytrain.step.autograd import in_backward
 from hytrain.step.blocks import Blocks
 from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
-from hytrain.step.life import IN_BACKWARD
+from hytrain.step.life import IN_BACKWARD, State
 from hytrain.step.reads import Reads
 from hytrain.tensors import version
 
 _USED_EARLY: Final = (
     "{} is used between backward and step(), when its update has begun, which torch makes in step(): use it before "
-    "backward, or after opt.step()"
+    'backward, or after opt.step(), or pass updates="step"'
 )
 
 
@@ -42,6 +42,7 @@ class Uses:
         self._of = {id(known.parameter): known for known in common.parameters}
         self._health, self._overlap = common.health, common.overlap
         self._trip, self._reads, self._blocks, self._offload = trip, reads, blocks, common.offload
+        self._timing = common.accumulation.timing
         self.copies: list[tuple[weakref.ref[Tensor], int, str]] = []
 
     def use(self, tensor: Tensor) -> None:
@@ -103,6 +104,8 @@ class Uses:
     def _may_use(self, known: TrainedParameter) -> bool:
         """Whether a parameter can be used now; False while an error is handled. Raises what `use` does."""
         life = self._health.life
+        if life.state is State.SUMMED:
+            self._timing.saw("uses weights")
         if known.step != life.step:
             return True
         cleans_up = isinstance(sys.exc_info()[1], HyTrainError)  # not any: a whole loop may be in an `except`
