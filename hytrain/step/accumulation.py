@@ -45,6 +45,8 @@ class _Sum:
         self._await_update: Callable[[TrainedParameter], None] = lambda parameter: None
 
     def add(self, gradient: Tensor) -> None:
+        if not in_backward():
+            self._timing.saw("changes gradients")
         if self.own is not None:
             self.settle().add_(gradient)
             return

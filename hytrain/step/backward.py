@@ -97,7 +97,7 @@ class Backward:
         if sentence := _why_not(parameter, gradient):
             raise UsageError(sentence)
         scaling = self._verdicts.loss_scale
-        if inside_reentrant_checkpoint():
+        if inside_reentrant_checkpoint() and not self._accumulation.timing.in_step:
             raise UsageError("reentrant activation checkpointing: pass use_reentrant=False to checkpoint()")
         if scaling is not None and not scaling.claim():
             raise UsageError("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def logs_norms(model: nn.Module, opt: Any, number: int) -> object:
     return norms
 
 
-@loop("reads gradients")
+@loop("changes gradients")
 def adds_noise(model: nn.Module, opt: Any, number: int) -> object:
     backward(model, number)
     for gradient in gradients(model):
@@ -154,11 +155,11 @@ def scales(model: nn.Module, opt: Any, number: int) -> object:
     scaler = model.__dict__.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2))
     scaler.scale(square_loss(model, number) * (1e38 if number == 2 else 1.0)).backward()
     scaler.unscale_(opt)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     scaler.step(opt)
     scaler.update()
     opt.zero_grad()
-    return norm, scaler.get_scale()
+    return scaler.get_scale()
 
 
 @pytest.fixture
@@ -176,6 +177,8 @@ def test_every_loop_has_the_bits_of_torch(
     """Whether it is said to begin in step() or learned. Gradients of bfloat16 are added up as by torch."""
     if place == "host" and name in ("keeps_tensors", "steps_twice"):
         pytest.skip("gradients in host memory are gone after step()")
+    if name == "scales" and dtype is not torch.float32:
+        pytest.skip("a GradScaler finds no gradients in the reference, whose masters have them")
     seen, step = LOOPS[name]
 
     def run(model: nn.Module, opt: Any) -> object:
@@ -192,7 +195,10 @@ def test_every_loop_has_the_bits_of_torch(
 
 
 @pytest.mark.parametrize("name", [name for name, row in practices.ROWS.items() if row.refusal and not row.options])
-def test_what_is_refused_in_backward_is_done_in_step(name: str, gate: threading.Event) -> None:
+def test_what_is_refused_in_backward_is_done_in_step(
+    name: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(practices, "adamw", partial(adamw, updates="step"))  # of a second optimizer
     row = practices.ROWS[name]
     model = row.make()
     reference = Reference(model, row.groups_of(model), lr=LR)
