@@ -140,9 +140,9 @@ class Options:
     algorithm: Algorithm
     updates: str = _option(
         "backward",
-        'when a step\'s updates begin: in its last `"backward"`, or in `"step"`, as torch\'s do, so that gradients can be '
-        'read and changed until then. `"auto"`: in `step()` if the loop does something between backward and it in its '
-        "first step, else in backward",
+        'when a step\'s updates begin: in its last `"backward"`, or in `"step"`, as torch\'s do, so that gradients can '
+        'be read and changed until then. `"auto"`: in `step()` if the loop does something between backward and it in '
+        "its first step, else in backward",
         OneOf(("auto", "backward", "step"), '{} is {!r}: "auto", "backward" or "step"'),
     )
     grad_accumulation: int = _option(

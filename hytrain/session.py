@@ -44,9 +44,9 @@ from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat
 from hytrain.state import dicts
 from hytrain.step.accumulation import Accumulation
-from hytrain.step.timing import Timing
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
+from hytrain.step.timing import Timing
 from hytrain.trackers import THREAD_NAME, Trackers
 from protocol.messages import Log
 

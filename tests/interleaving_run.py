@@ -61,6 +61,7 @@ from hytrain.run.ranks import Ranks
 from hytrain.run.trace import NO_STEP, TraceWriter
 from hytrain.step import boundary, device, engine, handover, offload
 from hytrain.step.accumulation import Accumulation
+from hytrain.step.timing import Timing
 from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import layout
@@ -150,7 +151,12 @@ class Run:
         parts |= {"hold_bytes": self.hold_bytes, "trace": OFF}
         counted = {id(known.parameter) for known in self.parameters}
         made = engine.Engine(
-            self.layers, self.parameters, accumulation=Accumulation(1), ranks=Ranks(), counted=counted, **parts
+            self.layers,
+            self.parameters,
+            accumulation=Accumulation(1, Timing("backward")),
+            ranks=Ranks(),
+            counted=counted,
+            **parts,
         )
         made._offload._wider_by_bytes = self._chance.choice((0, 1 << 30))  # options await verdicts, steps seldom do
         return made

@@ -14,6 +14,7 @@ from hytrain.model.lifecycle import InvalidTransition
 from hytrain.step import health as module
 from hytrain.step.health import Health
 from hytrain.step.life import IN_BACKWARD, TRANSITIONS, Event, Refusal, State, StepLife
+from hytrain.step.timing import Timing
 
 #: Events that lead from the beginning to each state.
 WAYS: dict[State, list[Event]] = {
@@ -60,7 +61,7 @@ def test_the_table_is_all_there_is(state: State, event: Event) -> None:
     ("state", "event"), [pair for pair, after in TRANSITIONS.items() if isinstance(after, Refusal)]
 )
 def test_a_refusal_is_a_whole_sentence_and_changes_nothing(state: State, event: Event) -> None:
-    health, refusal = Health(), TRANSITIONS[state, event]
+    health, refusal = Health(Timing("backward")), TRANSITIONS[state, event]
     assert isinstance(refusal, Refusal)
     health.life = life_in(state)
     before = copy.copy(vars(health.life))
@@ -94,7 +95,7 @@ def test_a_wait_counts_no_time_in_which_the_process_was_stopped(monkeypatch: pyt
     seconds, looks = itertools.count(0.0, 1000.0), itertools.count(1)
     monkeypatch.setattr(module, "LOOK_S", 0.001)
     monkeypatch.setattr(module.time, "monotonic", lambda: next(seconds))
-    health = Health("optimizer-0 (process 7)", timeout_s=0.0095)
+    health = Health(Timing("backward"), "optimizer-0 (process 7)", timeout_s=0.0095)
     health.wait_for(lambda: next(looks) == 4, "the update")
     with pytest.raises(ClusterTimeout, match=r"optimizer-0 \(process 7\) has not finished the update"):
         health.wait_for(lambda: False, "the update")

@@ -18,8 +18,8 @@ from hytrain.errors import UsageError
 _aten = torch.ops.aten
 
 SCALER: Final = (
-    'a GradScaler unscales gradients after backward, when HyTrain\'s are gone: pass updates="step" to hytrain.AdamW; or '
-    'loss_scale="dynamic", and call opt.scale(loss).backward(), without a GradScaler'
+    'a GradScaler unscales gradients after backward, when HyTrain\'s are gone: pass updates="step" to hytrain.AdamW; '
+    'or loss_scale="dynamic", and call opt.scale(loss).backward(), without a GradScaler'
 )
 
 _ADVICE: Final = {
@@ -34,8 +34,8 @@ _ADVICE: Final = {
     "zero": "zero_grad(set_to_none=False) needs the gradient: use zero_grad(), which sets it to None",
     "reduce": "to reduce a gradient over ranks, return the reduced one from a hook of your own (Tensor.register_hook), "
     "which runs in backward",
-    "read": 'pass updates="step" to hytrain.AdamW, or read gradients in a hook of your own (Tensor.register_hook) while '
-    "backward runs",
+    "read": 'pass updates="step" to hytrain.AdamW, or read gradients in a hook of your own (Tensor.register_hook) '
+    "while backward runs",
     "optimizer": "another optimizer was asked to update this parameter too: give each parameter to one optimizer",
 }
 

@@ -46,7 +46,7 @@ class _Sum:
 
     def add(self, gradient: Tensor) -> None:
         if not in_backward():
-            self._timing.saw("changes gradients")
+            self._timing.saw("uses gradients")
         if self.own is not None:
             self.settle().add_(gradient)
             return
@@ -62,7 +62,7 @@ class _Sum:
             self._sums.put(self._parameter, fresh)
 
     def value(self) -> Tensor:
-        self._timing.saw("reads gradients")
+        self._timing.saw("uses gradients")
         if self.own is not None:
             return self.own
         is_fresh, total = self._fresh is not None, self.take()
@@ -77,7 +77,7 @@ class _Sum:
             self._sums.put(self._parameter, flat(value).to(self.take().dtype))
 
     def settle(self) -> Tensor:
-        self._timing.saw("changes gradients")
+        self._timing.saw("uses gradients")
         if self.own is None:
             self.own = self._as_gradient(self.take())
         self._await_update(self._parameter)
@@ -115,11 +115,6 @@ class Accumulation:
         self._choose = choose
         self._sums: Sums = DeviceSums()
         self._chosen = False
-
-    @property
-    def keeps(self) -> bool:
-        """Whether sums may stay in `p.grad` after the update: on the device, where they have room."""
-        return self._sums.on_device
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -192,13 +187,17 @@ class Accumulation:
     ) -> Tensor | None:
         """The step's gradient, shape (numel,) in storage order, if `p.grad` is a sum of this step; else None.
 
-        With `keep`, which waits for a parameter's update, `p.grad` can be read on. Otherwise it is consumed.
+        With `keep`, which waits for a parameter's update, `p.grad` is that on, as in torch. Otherwise it is consumed.
         """
         total = self._sum_of(parameter)
         if total is None:
             self._forget(parameter)
             return None
-        gradient = total.take().to(parameter.own.dtype)
+        whole = total.take()
+        gradient = whole.to(parameter.own.dtype)
+        if keep is not None and not self._sums.on_device:
+            self._sums.put(parameter, whole)
+            return gradient
         parameter.sum = None
         if keep is not None:
             total.keep(gradient, keep)
@@ -231,6 +230,12 @@ class Accumulation:
             if self._sum_of(parameter) is not None:
                 parameter.parameter.grad = None
             self._forget(parameter)
+
+    def end_step(self) -> None:
+        """Forget the sums that the loop has dropped."""
+        for parameter in self._sums.waiting():
+            if self._sum_of(parameter) is None:
+                self._forget(parameter)
 
     def close(self) -> None:
         """Free the sums' memory. No copy may be under way. Sums become gradients of their own."""

@@ -103,7 +103,7 @@ class Commit:
         """Take the gradients that are in `p.grad`: no last backward has reached them. With `keep`, they stay there."""
         step, stream = self._health.life.step, self._transfers.stream()
         clips = self._verdicts.takes_norms  # torch would leave clipped gradients there
-        keeps = self._trip.await_update if keep and self._accumulation.keeps and not clips else None
+        keeps = self._trip.await_update if keep and not clips else None
         for parameter in with_gradients(self._parameters):
             self._trip.await_update(parameter)  # perhaps nothing has read it since
             total = self._accumulation.take(parameter, keep=keeps)

@@ -110,7 +110,7 @@ class Engine:
         self._lending: Lending | None = None  # once weights were lent
         #: Asked when the model is entered between steps: whether another engine has taken over.
         self.renew: Callable[[], bool] = lambda: False
-        self._health = Health(updater, hang_timeout_s)
+        self._health = Health(accumulation.timing, updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
         hints = layers[0].layout.banks == 2
@@ -198,7 +198,7 @@ class Engine:
         with self._health.undivided("the update of layers"):
             ended = life.step
             life.on(Event.STEP)
-            self._accumulation.drop()
+            self._accumulation.end_step()
             self._offload.end_step()
             if self._verdicts.loss_scale is not None:
                 self._verdicts.loss_scale.end_step()
@@ -246,18 +246,12 @@ class Engine:
 
     def drop_gradients(self) -> None:
         """Discard the sums of gradients. Raises `UsageError` if the step's updates have begun."""
-        if self._health.failure is not None:
-            return
-        if self._health.life.state is State.SUMMED:
-            self._accumulation.timing.saw("drops gradients")
-        if self._health.on(Event.DROP) is State.IDLE:
+        if self._health.failure is None and self._health.on(Event.DROP) is State.IDLE:
             self._accumulation.drop()
 
     def before_load(self, what: str) -> None:
         """Raise `UsageError` between a backward that updates and `step()`: in torch, the update comes after `what`."""
         self._health.require(Event.LOAD, what=what)
-        if self._health.life.state is State.SUMMED:
-            self._accumulation.timing.saw("saves or loads")
 
     def before_regroup(self, what: str) -> None:
         self._health.require(Event.REGROUP, what=what)

@@ -16,6 +16,7 @@ from typing import Final, NoReturn
 
 from hytrain.errors import ClusterTimeout, HyTrainError, UsageError
 from hytrain.step.life import Event, State, StepLife
+from hytrain.step.timing import SEEN, Timing
 
 LOOK_S: Final = 1.0
 
@@ -23,9 +24,9 @@ LOOK_S: Final = 1.0
 class Health:
     """The step's life, the first failure, and the condition that announces changes of layers."""
 
-    def __init__(self, updater: str = "the optimizer process", timeout_s: float = math.inf) -> None:
+    def __init__(self, timing: Timing, updater: str = "the optimizer process", timeout_s: float = math.inf) -> None:
         """`updater`: the process that is waited for, by its name. `timeout_s`: for how long."""
-        self._updater, self._timeout_s = updater, timeout_s
+        self.timing, self._updater, self._timeout_s = timing, updater, timeout_s
         self.waits_for = ""  # what the user's thread is waiting for, in words
         self.life = StepLife()
         self.changed = threading.Condition()
@@ -45,6 +46,8 @@ class Health:
         self.check()
         if (refusal := self.life.refusal(event)) is not None:
             raise UsageError(refusal.sentence.format(**facts))
+        if self.life.state is State.SUMMED and event in SEEN:
+            self.timing.saw(SEEN[event])
 
     def on(self, event: Event, **facts: object) -> State:
         """Apply `event`, and return the new state. Raises as `require` does."""

@@ -63,7 +63,6 @@ class Reads:
         self._layers, self._parameters, self._overlap = common.layers, common.parameters, common.overlap
         self._health, self._meter = common.health, common.meter
         self._trip, self._offload, self._blocks, self._visits = trip, common.offload, blocks, common.visits
-        self._timing = common.accumulation.timing
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
         self.is_traced = False  # and so read by TorchScript, which calls none of this
 
@@ -113,8 +112,6 @@ class Reads:
         inside, life = in_backward(), self._health.life
         if not inside:
             self._health.require(Event.OUTSIDE)
-            if life.state is State.SUMMED:
-                self._timing.saw("calls the model")
         else:
             self._health.check()
             if (again := self._trip.updated_in_this_backward(gate)) is not None:

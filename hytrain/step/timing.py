@@ -1,13 +1,19 @@
 """When a step's updates begin: in its last backward, or in `step()`, as torch's do.
 
-    the loop's first step   updates begin in step()     whatever it does between backward and step() is seen
-    it does nothing there   ─▶ in backward from then on, and they overlap with it
-    it does something       ─▶ in step(): gradients are in `p.grad` until then, and can be read and written
+the loop's first step   updates begin in step()     whatever it does between backward and step() is seen
+it does nothing there   ─▶ in backward from then on, and they overlap with it
+it does something       ─▶ in step(): gradients are in `p.grad` until then, and can be read and written
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Final
+
+from hytrain.step.life import Event
+
+#: What a loop does between a backward and `step()`, by the event.
+SEEN: Final = {Event.OUTSIDE: "uses weights", Event.LOAD: "saves or loads", Event.DROP: "drops gradients"}
 
 _log = logging.getLogger(__name__)
 

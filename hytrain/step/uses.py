@@ -22,8 +22,9 @@ from hytrain.step.autograd import in_backward
 from hytrain.step.blocks import Blocks
 from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
-from hytrain.step.life import IN_BACKWARD, State
+from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.reads import Reads
+from hytrain.step.timing import SEEN
 from hytrain.tensors import version
 
 _USED_EARLY: Final = (
@@ -42,7 +43,6 @@ class Uses:
         self._of = {id(known.parameter): known for known in common.parameters}
         self._health, self._overlap = common.health, common.overlap
         self._trip, self._reads, self._blocks, self._offload = trip, reads, blocks, common.offload
-        self._timing = common.accumulation.timing
         self.copies: list[tuple[weakref.ref[Tensor], int, str]] = []
 
     def use(self, tensor: Tensor) -> None:
@@ -105,7 +105,7 @@ class Uses:
         """Whether a parameter can be used now; False while an error is handled. Raises what `use` does."""
         life = self._health.life
         if life.state is State.SUMMED:
-            self._timing.saw("uses weights")
+            self._health.timing.saw(SEEN[Event.OUTSIDE])
         if known.step != life.step:
             return True
         cleans_up = isinstance(sys.exc_info()[1], HyTrainError)  # not any: a whole loop may be in an `except`

@@ -250,6 +250,7 @@ class Program:
             "overlap": draw.random() < 0.8,
             "grad_accumulation": backwards if draw.random() < 0.5 else 1,
             "accumulate_on": draw.choice(["device", "host"]),
+            "updates": draw.choice(["backward", "step", "auto"]),
         }
         actions: list[tuple[Action, tuple[Any, ...]]] = []
         for turn in range(draw.randint(2, 4)):
@@ -397,7 +398,8 @@ def main() -> int:
             for number, outcome, said in found:
                 outcomes[outcome] += 1
                 if outcome == "refused":
-                    sentences[re.sub(r"\d\.\d\.\w+", "NAME", str(said))[:90]] += 1
+                    updates = Program.drawn(asked.seed, number).options["updates"]
+                    sentences[updates + ": " + re.sub(r"\d\.\d\.\w+", "NAME", str(said))[:90]] += 1
                 elif outcome != "the same":
                     bad += 1
                     print(f"program {number}: {outcome}: {said}", flush=True)

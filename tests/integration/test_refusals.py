@@ -267,7 +267,7 @@ ONE_OPTIMIZER = "give each parameter to one optimizer"
 #: What users do between a backward and step(): (a name, what they do, the words that help)
 AFTER_BACKWARD: list[tuple[str, Practice, str]] = [
     ("clip", lambda model, opt: nn.utils.clip_grad_norm_(model.parameters(), 1.0), "clip_grad_norm_"),
-    ("clip values", lambda model, opt: nn.utils.clip_grad_value_(model.parameters(), 1.0), "no_sync"),
+    ("clip values", lambda model, opt: nn.utils.clip_grad_value_(model.parameters(), 1.0), "pass updates="),
     ("read a gradient", lambda model, opt: model[0][0].weight.grad.square().sum(), "register_hook"),
     ("noise", lambda model, opt: model[0][0].weight.grad.add_(0.1), "add_ on .*change gradients in a hook of your own"),
     ("numpy", lambda model, opt: model[0][0].weight.grad.numpy(), "register_hook"),
@@ -318,7 +318,7 @@ PRACTICES: list[tuple[str, Practice, str]] = [
         )
     ),
     ("create_graph", lambda model, opt: square_loss(model, 0).backward(create_graph=True), "create_graph"),
-    ("scaler", use_a_scaler, 'loss_scale="dynamic" .*without a GradScaler'),
+    ("scaler", use_a_scaler, 'updates="step".*without a GradScaler'),
     (
         "reentrant checkpoint",
         lambda model, opt: checkpoint(model, vectors(0).requires_grad_(), use_reentrant=True).sum().backward(),
