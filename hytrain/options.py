@@ -232,7 +232,7 @@ class Options:
     )
     backend: str = _option(
         "auto",
-        'the implementation of the CPU\'s update: `"native"`, `"torch"`, or `"deepspeed"` for AdamW; '
+        'the implementation of the CPU\'s update: `"native"`, `"torch"`, or `"deepspeed"` for AdamW and Adam; '
         '`"auto"` takes native if it builds',
         OneOf(("auto", *BACKENDS), "{} {!r} is unknown: choose {}"),
     )
@@ -315,8 +315,8 @@ TABLE: Final = {option.name: option.metadata for option in fields(Options) if op
 def _wrong_combinations(o: Options) -> Iterator[tuple[bool, str]]:
     """(Whether options contradict each other, what to say then)."""
     yield (
-        o.backend == "deepspeed" and o.algorithm is not ADAMW,
-        'backend "deepspeed" has AdamW alone: leave backend out',
+        o.backend == "deepspeed" and o.algorithm.rules != ADAMW.rules,
+        'backend "deepspeed" has AdamW and Adam alone: leave backend out',
     )
     yield (
         bool(o.visit) and (o.k is None or o.k + (o.visit or 0.0) > 1.0),

@@ -1,4 +1,4 @@
-"""The AdamW update with DeepSpeedCPUAdam's operator, for those who want DeepSpeed's arithmetic.
+"""The AdamW and Adam updates with DeepSpeedCPUAdam's operator, for those who want DeepSpeed's arithmetic.
 
 The operator takes only fp32 and checks nothing: other dtypes or views with gaps give wrong results silently.
 TorchBackend's chunks are contiguous fp32 of a suitable length. The operator holds the GIL. It computes the bias
@@ -31,9 +31,10 @@ class DeepSpeedBackend(TorchBackend):
 
     def __init__(self, threads: int) -> None:
         self._operator = _load_operator()
-        self._optimizer = next(_ids)
-        # Each call passes its own hyperparameters; these are never used.
-        self._operator.create_adam(self._optimizer, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
+        self._optimizers = {decoupled: next(_ids) for decoupled in (True, False)}
+        for decoupled, optimizer in self._optimizers.items():
+            # Each call passes its own hyperparameters, but for the kind of weight decay; the others are never used.
+            self._operator.create_adam(optimizer, 1e-3, 0.9, 0.999, 1e-8, 0.0, decoupled, False)
         self._openmp = ctypes.CDLL(self._operator.__file__)
         super().__init__(threads)
 
@@ -47,7 +48,7 @@ class DeepSpeedBackend(TorchBackend):
         assert isinstance(hyper, AdamWHyper), "the operator has no other rule"
         numbers = (hyper.lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, True)
         planes = (master, -grads if hyper.maximize else grads, *moments)
-        self._operator.adam_update(self._optimizer, scalars.step, *numbers, *planes)
+        self._operator.adam_update(self._optimizers[hyper.decoupled], scalars.step, *numbers, *planes)
 
 
 def _load_operator() -> Any:

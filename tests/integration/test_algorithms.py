@@ -333,7 +333,7 @@ def test_what_lion_cannot_be(options: dict[str, Any], sentence: str) -> None:
         ({"nesterov": True, "momentum": 0.9, "dampening": 0.1}, "nesterov=True needs"),
         ({"nesterov": 1}, "nesterov is 1: True or False"),
         ({"dampening": "none"}, "dampening is 'none': a number"),
-        ({"backend": "deepspeed"}, 'backend "deepspeed" has AdamW alone'),
+        ({"backend": "deepspeed"}, 'backend "deepspeed" has AdamW and Adam alone'),
     ],
     ids=str,
 )

@@ -251,7 +251,7 @@ def test_a_group_that_comes_later_and_one_that_changes_its_algorithm() -> None:
         ({"adjust_lr_fn": "spectral"}, 'adjust_lr_fn is \'spectral\': "original", "match_rms_adamw", or None'),
         ({"adamw": {"momentum": 0.9}}, "adamw has 'momentum': it takes lr, betas, eps, weight_decay, maximize"),
         ({"adamw": {"betas": (0.9, 1.0)}}, "lr, eps and weight_decay must not be negative, betas lie in"),
-        ({"backend": "deepspeed"}, 'backend "deepspeed" has AdamW alone'),
+        ({"backend": "deepspeed"}, 'backend "deepspeed" has AdamW and Adam alone'),
     ],
     ids=str,
 )
