@@ -343,12 +343,12 @@ class CudaTransfers:
             return Transfer(None, (self.clock.mark(), self.clock.mark()))
         destinations, sources = zip(*_pieces(copies), strict=True)
         with torch.cuda.stream(stream):
-            began = self.clock.mark()
+            began = self.clock.mark_on(stream)
             # One call for all copies: each call releases the GIL, and then this thread may wait to get it back.
             torch._foreach_copy_(list(destinations), list(sources), non_blocking=True)
-            ended = self.clock.mark()
+            ended = self.clock.mark_on(stream)
             done = torch.cuda.Event(blocking=True)
-            done.record()
+            done.record(stream)
         return Transfer(done, (began, ended), keep)
 
     def land(self, transfer: Transfer, stream: Stream = None) -> None:
@@ -377,10 +377,14 @@ def _next(streams: list[torch.cuda.Stream]) -> torch.cuda.Stream:
 def _pieces(copies: Iterable[Copy]) -> Iterator[Copy]:
     """Cut so that none crosses from one pinned piece to the next."""
     for destination, source in copies:
-        on_host, width = source if destination.is_cuda else destination, destination.element_size()
-        numels = [(stop - start) // width for start, stop in cut(address(on_host), on_host.nbytes)]
+        on_host, into = source if destination.is_cuda else destination, destination.data
+        pieces = list(cut(address(on_host), on_host.nbytes))
         # `data` has its own version counter: a transfer counts as one write, whatever the number of pieces.
-        yield from zip(destination.data.split(numels), source.split(numels), strict=True)
+        if len(pieces) == 1:
+            yield into, source
+            continue
+        numels = [(stop - start) // source.element_size() for start, stop in pieces]
+        yield from zip(into.split(numels), source.split(numels), strict=True)
 
 
 def turns(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
