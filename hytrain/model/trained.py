@@ -179,8 +179,7 @@ class TrainedParameter:
         `total` is the sum over several backwards, shape (numel,). None stands for the gradient in `p.grad`.
         """
         gradient = self.gradient() if total is None else total
-        self.step, self.awaited = step, False
-        self.count += 1
+        self._begin_update(step)
         full = []
         for layer, index in self.places:
             layer.filled[index] = layer.segments[index].part(gradient)
@@ -188,6 +187,16 @@ class TrainedParameter:
             if len(layer.filled) == len(layer.segments):
                 full.append(layer)
         return full
+
+    def fill_in_place(self, step: int) -> None:
+        """The step's gradient is in the `grads` planes of its layers, or `left` for them."""
+        self._begin_update(step)
+        for layer, index in self.places:
+            layer.filled[index] = layer.arena.grads[index]
+
+    def _begin_update(self, step: int) -> None:
+        self.step, self.awaited = step, False
+        self.count += 1
 
 
 def with_gradients(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
@@ -252,6 +261,7 @@ class TrainedLayer:
 
     `filled` holds this step's gradients by segment until they are sent, `streams` the streams that computed them.
     `sent` are the update counts of the update under way. `landing` ends when the last update's weights are there,
+    `left` when this step's gradients are in its `grads` plane, if they were copied there before their update began,
     `returned` when its state is back from a visit, or has come from the GPU. `source` are the planes that the weights
     came from, `moving` is the copy of the state to the GPU. `came` is the step in which the GPU last took over updates
     from the CPU or from visits, or -1. `block` is its block, if that may be offloaded: then the arena's `weights`
@@ -266,6 +276,7 @@ class TrainedLayer:
     life: LayerLife
     planes: Planes | None = None
     landing: Transfer | None = None
+    left: Transfer | None = None
     returned: Transfer | None = None
     source: Planes | None = None
     filled: dict[int, Tensor] = field(default_factory=dict)

@@ -7,7 +7,8 @@
 A backward with `retain_graph=True` is never the last one: another one comes through the same graph, or `step()` does.
 
 Gradients are added in the order of the backwards, whoever owns the layer, so the bits do not depend on k. The sums are
-kept on the device if it has room for them when the first one is made, otherwise in host memory (sums.py).
+kept on the device if it has room for them when the first one is made, otherwise in host memory (sums.py). Those of a
+last backward whose updates begin in `step()` go on to the planes where these will read them, for layers of the CPU.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ from hytrain.model.consumed import CONSUMED
 from hytrain.model.summed import SummedGradient, summed
 from hytrain.model.trained import TrainedParameter
 from hytrain.step.autograd import in_backward
-from hytrain.step.sums import DeviceSums, HostSums, Sums
+from hytrain.step.sums import DeviceSums, HostSums, PlaneSums, Sums
 from hytrain.step.timing import Timing
 from hytrain.tensors import distributed, flat, laid_out, shaped, version
 
@@ -38,8 +40,8 @@ _log = logging.getLogger(__name__)
 class _Sum:
     """One parameter's sum, in `sums` until it is taken from there. If its values are kept then, `own` has them."""
 
-    def __init__(self, parameter: TrainedParameter, sums: Sums, timing: Timing) -> None:
-        self._parameter, self._sums, self._timing = parameter, sums, timing
+    def __init__(self, parameter: TrainedParameter, sums: Sums, dtype: torch.dtype, timing: Timing) -> None:
+        self._parameter, self.sums, self._dtype, self._timing = parameter, sums, dtype, timing
         self.own: Tensor | None = None
         self._fresh: Tensor | None = None  # autograd has just added to it
         self._await_update: Callable[[TrainedParameter], None] = lambda parameter: None
@@ -59,22 +61,17 @@ class _Sum:
         """After a backward's addition: the backward is not the step's last one, which would take the sum at once."""
         fresh, self._fresh = self._fresh, None
         if fresh is not None:
-            self._sums.put(self._parameter, fresh)
+            self.sums.put(self._parameter, fresh)
 
     def value(self) -> Tensor:
         self._timing.saw("uses gradients")
-        if self.own is not None:
-            return self.own
-        is_fresh, total = self._fresh is not None, self.take()
-        if is_fresh:
-            self._fresh = total
-        else:
-            self._sums.put(self._parameter, total)
-        return self._as_gradient(total)
+        return self._as_gradient(self.peek()) if self.own is None else self.own
 
     def write(self, value: Tensor) -> None:
         if self.own is None:
-            self._sums.put(self._parameter, flat(value).to(self.take().dtype))
+            self._fresh = None
+            self.sums.discard(self._parameter)
+            self.sums.put(self._parameter, flat(value).to(self._dtype))
 
     def settle(self) -> Tensor:
         self._timing.saw("uses gradients")
@@ -89,10 +86,20 @@ class _Sum:
 
     def take(self) -> Tensor:
         """The sum, shape (numel,), in storage order. Raises `UsageError` if an update has consumed it."""
+        return self._found(self.sums.take)
+
+    def peek(self) -> Tensor:
+        """The same, but it stays."""
+        fresh = self._fresh
+        total = self._found(self.sums.peek)
+        self._fresh = fresh
+        return total
+
+    def _found(self, get: Callable[[TrainedParameter], Tensor | None]) -> Tensor:
         if self._parameter.sum is None or self._parameter.sum() is not self:
             raise UsageError(CONSUMED)
         fresh, self._fresh = self._fresh, None
-        total = self._sums.take(self._parameter) if fresh is None else fresh
+        total = get(self._parameter) if fresh is None else fresh
         assert total is not None, "nobody else has taken it"
         return total
 
@@ -110,9 +117,12 @@ class Accumulation:
         self._goes_on: Callable[[], bool] = lambda: False
         self.begin_anew(DeviceSums)
 
-    def begin_anew(self, choose: Callable[[], Sums]) -> None:
-        """Start over with new layers. `choose` decides where the sums are kept, when the first one is made."""
-        self._choose = choose
+    def begin_anew(self, choose: Callable[[], Sums], planes: PlaneSums | None = None) -> None:
+        """Start over with new layers. `choose` decides where the sums are kept, when the first one is made.
+
+        `planes`: where those of a last backward go, if they can.
+        """
+        self._choose, self._planes = choose, planes
         self._sums: Sums = DeviceSums()
         self._chosen = False
 
@@ -137,7 +147,10 @@ class Accumulation:
         """Begin a backward after `ended` others of this step. Returns whether it is the last one."""
         if goes_on := self._goes_on():
             self.count_no_more()
-        self._sums.begin()
+        if not ended:
+            self.end_step()
+        for sums in self._all:
+            sums.begin()
         if self._is_last and ended:
             self.timing.saw("calls backward several times")
         self._is_last = not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
@@ -172,15 +185,45 @@ class Accumulation:
             self.add(parameter)
 
     def _begin_sum(self, parameter: TrainedParameter, gradient: Tensor) -> None:
-        if not self._chosen:
-            self._sums, self._chosen = self._choose(), True
         self._forget(parameter)
         # If no more backwards were announced, it is torch's sum, in the gradient's own dtype. Otherwise a copy: a
         # replayed CUDA graph writes each gradient where the one before was.
-        self._sums.put(parameter, gradient if self._is_last else gradient.to(torch.float32, copy=True))
-        total = _Sum(parameter, self._sums, self.timing)
+        first = gradient if self._is_last else gradient.to(torch.float32, copy=True)
+        sums = self._sums_for(parameter, first)
+        sums.put(parameter, first)
+        total = _Sum(parameter, sums, first.dtype, self.timing)
         parameter.sum = weakref.ref(total)
         parameter.parameter.grad = distributed(SummedGradient(total, parameter.own), parameter.parameter)
+
+    def _sums_for(self, parameter: TrainedParameter, first: Tensor) -> Sums:
+        in_plane = self._is_last and self._planes is not None and self._planes.takes(parameter, first)
+        return cast(Sums, self._planes) if in_plane else self._chosen_sums()
+
+    def _chosen_sums(self) -> Sums:
+        if not self._chosen:
+            self._sums, self._chosen = self._choose(), True
+        return self._sums
+
+    @property
+    def _all(self) -> list[Sums]:
+        return [self._sums] if self._planes is None else [self._planes, self._sums]
+
+    def _waiting(self) -> list[TrainedParameter]:
+        return [parameter for sums in self._all for parameter in sums.waiting()]
+
+    def is_in_place(self, parameter: TrainedParameter) -> bool:
+        """Whether `p.grad` is a sum that is in the planes from which the parameter's update reads it."""
+        total = self._sum_of(parameter)
+        return total is not None and total.sums is self._planes and self._planes.is_in_place(parameter)
+
+    def leave_planes(self) -> None:
+        """Layers are about to leave the CPU: bring what is left in planes to where other sums are."""
+        for parameter in [] if self._planes is None else self._planes.waiting():
+            if (total := self._sum_of(parameter)) is None:
+                self._forget(parameter)
+            else:
+                value, total.sums = total.take(), self._chosen_sums()
+                total.sums.put(parameter, value)
 
     def take(
         self, parameter: TrainedParameter, *, keep: Callable[[TrainedParameter], None] | None = None
@@ -193,10 +236,9 @@ class Accumulation:
         if total is None:
             self._forget(parameter)
             return None
-        whole = total.take()
-        gradient = whole.to(parameter.own.dtype)
-        if keep is not None and not self._sums.on_device:
-            self._sums.put(parameter, whole)
+        stays = keep is not None and not total.sums.on_device
+        gradient = (total.peek() if stays else total.take()).to(parameter.own.dtype)
+        if stays:
             return gradient
         parameter.sum = None
         if keep is not None:
@@ -216,33 +258,37 @@ class Accumulation:
         if isinstance(total, _Sum) and total.own is None:
             total.settle()
         else:
-            self._sums.discard(parameter)
+            for sums in self._all:
+                sums.discard(parameter)
         parameter.sum = None
 
     def note_dropped(self) -> None:
         """No more backwards come in this step: has the loop dropped or replaced gradients?"""
-        if any(self._sum_of(parameter) is None for parameter in self._sums.waiting()):
+        if any(self._sum_of(parameter) is None for parameter in self._waiting()):
             self.timing.saw("drops gradients")
 
     def drop(self) -> None:
         """Drop the sums that are left."""
-        for parameter in self._sums.waiting():
+        for parameter in self._waiting():
             if self._sum_of(parameter) is not None:
                 parameter.parameter.grad = None
             self._forget(parameter)
 
     def end_step(self) -> None:
         """Forget the sums that the loop has dropped."""
-        for parameter in self._sums.waiting():
+        for parameter in self._waiting():
             if self._sum_of(parameter) is None:
                 self._forget(parameter)
+        for sums in self._all:
+            sums.end_step()
 
     def close(self) -> None:
         """Free the sums' memory. No copy may be under way. Sums become gradients of their own."""
         with contextlib.suppress(RuntimeError):  # a device that has failed, or that has no memory for those on the host
-            for parameter in self._sums.waiting():
+            for parameter in self._waiting():
                 self._forget(parameter)
-        self._sums.close()
+        for sums in self._all:
+            sums.close()
 
 
 class KeptGradients:

@@ -108,6 +108,8 @@ class Backward:
             raise UsageError(_LEFT.format(left.name))
         event = Event.BEGIN_LAST if last else Event.BEGIN
         health.require(event, name=parameter.name)
+        if first:
+            self._commit.finish_plan()
         if last:
             self._commit.begin_step()
         life.on(event)

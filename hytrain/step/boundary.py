@@ -146,9 +146,14 @@ class Boundary:
                 self._handover.begin(step)
             self._handover_s = time.monotonic() - began_s
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether handovers have begun that are to finish."""
+        return self._handover.is_begun
+
     def finish_plan(self, step: int) -> None:
         """Finish the handovers that `begin_plan` began, before the first gradient of `step`."""
-        if not self._handover.is_begun:
+        if not self.is_moving:
             return
         began_s = time.monotonic()
         with self._health.undivided("a handover of layers"):

@@ -1,6 +1,7 @@
 """A step's updates: they begin with its last backward, which ends when all of them are sent, and `step()` checks them.
 
-    the last backward's first gradient  ─▶ begin_step  placements, masters and hyperparameters hold for this step
+    the first gradient                  ─▶ finish_plan placements hold for this step
+    the last backward's first gradient  ─▶ begin_step  so do masters and hyperparameters
     its end                             ─▶ complete    layers that lack gradients are sent, too; then the verdict
     step()                              ─▶ check       backward has updated what torch's optimizer would update now
                                         ─▶ commit      without overlap, everything is sent here
@@ -64,9 +65,14 @@ class Commit:
         if self._accumulation.timing.learns:
             self._groups_seen = self._read_groups()
 
+    def finish_plan(self) -> None:
+        """The step's first gradient has come: placements hold from now on, for this step."""
+        if self._boundary.is_moving:
+            self._accumulation.leave_planes()
+            self._boundary.finish_plan(self._health.life.step)
+
     def begin_step(self) -> None:
-        """The step's updates are about to begin: fix placements, masters and hyperparameters for this step."""
-        self._boundary.finish_plan(self._health.life.step)
+        """The step's updates are about to begin: fix masters and hyperparameters for this step."""
         self._verdicts.count_last()
         self._masters.begin_step()
         for layer in self._layers:
@@ -106,6 +112,9 @@ class Commit:
         keeps = self._trip.await_update if keep and not clips else None
         for parameter in with_gradients(self._parameters):
             self._trip.await_update(parameter)  # perhaps nothing has read it since
+            if keep and self._accumulation.is_in_place(parameter):
+                parameter.fill_in_place(step)
+                continue
             total = self._accumulation.take(parameter, keep=keeps)
             is_own = total is None  # the loop's, which may write it from now on
             if is_own:

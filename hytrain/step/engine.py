@@ -53,6 +53,7 @@ from hytrain.step.measure import Meter
 from hytrain.step.offload import Offload
 from hytrain.step.reads import Reads
 from hytrain.step.scaling import LossScale
+from hytrain.step.sums import PlaneSums
 from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
 from protocol.messages import (
@@ -115,7 +116,6 @@ class Engine:
         self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
         hints = layers[0].layout.banks == 2
         self._verdicts = Verdicts(parameters, options, transfers, ranks=ranks, counted=counted, hints=hints)
-        accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()))
         # What awaits a verdict is planned for layer by layer, and without overlap nothing waits for visits.
         waits = options.overlap and not options.awaits_verdict
         self._offload = Offload(blocks, transfers, hold_bytes=hold_bytes if waits else 0)
@@ -139,6 +139,12 @@ class Engine:
         )
         self._device = DeviceUpdates(common, host)
         self._trip = trip = RoundTrip(common, self._device)
+        # Norms are computed on the device, and without overlap updates begin when all of their gradients are there.
+        in_planes = options.overlap and options.accumulate_on == "auto" and not self._verdicts.takes_norms
+        accumulation.begin_anew(
+            lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()),
+            PlaneSums(transfers, trip.await_update) if in_planes else None,
+        )
         self._blocks = Blocks(common, trip)
         self.reads = Reads(common, trip, self._blocks)
         self.uses = Uses(common, trip, self.reads, self._blocks)
@@ -409,6 +415,7 @@ class Engine:
             self._transfers.drain()
         if not self._handover.close():
             return
+        self._accumulation.close()  # some are in planes
         with contextlib.suppress(RuntimeError):
             for layer in self._layers:
                 if isinstance(layer.planes, ArenaPlanes):
@@ -421,7 +428,6 @@ class Engine:
             self._lending.close()
         if self._activations is not None:
             self._activations.close()
-        self._accumulation.close()
         self._verdicts.close()
         self._device.close()
         self._commit.close()

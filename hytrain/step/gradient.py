@@ -98,9 +98,12 @@ class RoundTrip:
             self._offload.begin_update(layer.block)
         assert isinstance(layer.planes, ArenaPlanes), "the CPU updates in host memory"
         grads = layer.planes.grads
-        copies = [(grads[index], gradient) for index, gradient in sorted(gradients.items())]
+        copies = [(grads[index], each) for index, each in sorted(gradients.items()) if each is not grads[index]]
         norm = self._verdicts.norm_so_far(layer) if awaited else None
-        leaving = self._transfers.gradients_out(copies if norm is None else [*copies, norm.copy])
+        if norm is not None:
+            copies.append(norm.copy)
+        left, layer.left = layer.left, None
+        leaving = self._transfers.gradients_out(copies) if copies or left is None else left
         self._meter.span("d2h_s", layer.lid, step, leaving.span)
         self._link.post("optimizer", Departure(layer, step, counts, norm), after=leaving)
 

@@ -2,6 +2,7 @@
 
     DeviceSums   sums stay on the device: 4 bytes per parameter
     HostSums     sums are kept in pinned host memory, and fetched to the device one by one to add to them
+    PlaneSums    the same in the `grads` planes of layers that the CPU updates, where their updates read them
 
         backward n    … gradient of layer 2 ─▶ + ─▶ out        H2D, ahead of the gradients: 4, 3, [2], 1
                                                ▲               D2H, behind them:            4, 3, [2]
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hytrain.memory.pinned import Pinned
-from hytrain.memory.transfer import Transfer, Transfers
+from hytrain.memory.transfer import Copy, Transfer, Transfers
 from hytrain.model.trained import TrainedParameter
 
 #: Device memory for sums on their way in, and the same amount for sums on their way out.
@@ -44,6 +45,10 @@ class DeviceSums:
         """Remove and return the sum, on the device and ready on the current stream; None if there is none."""
         return self._sums.pop(parameter, None)
 
+    def peek(self, parameter: TrainedParameter) -> Tensor | None:
+        """The same, but it stays. What is written there must be put."""
+        return self._sums.get(parameter)
+
     def put(self, parameter: TrainedParameter, total: Tensor) -> None:
         self._sums[parameter] = total
 
@@ -53,6 +58,9 @@ class DeviceSums:
 
     def waiting(self) -> list[TrainedParameter]:
         return list(self._sums)
+
+    def end_step(self) -> None:
+        """Free what copies no longer need."""
 
     def close(self) -> None:
         """Free the memory. No copy may be under way."""
@@ -67,8 +75,8 @@ class HostSums:
     def __init__(self, transfers: Transfers) -> None:
         self._transfers = transfers
         self._memory: dict[tuple[TrainedParameter, torch.dtype], Pinned] = {}
-        # Sums in host memory, in the order of this backward, and the copies that have brought them there.
-        self._left: dict[TrainedParameter, tuple[Tensor, Transfer]] = {}
+        # Sums in host memory, in the order of this backward: their dtypes, and the copies that brought them there.
+        self._left: dict[TrainedParameter, tuple[torch.dtype, Transfer]] = {}
         self._ahead: Iterator[TrainedParameter] = iter(())  # sums of the last backward, in its order
         self._coming: dict[TrainedParameter, tuple[Tensor, Transfer]] = {}
         self._leaving: deque[tuple[int, Transfer]] = deque()  # bytes, and the copy that holds them
@@ -87,13 +95,20 @@ class HostSums:
         self._fetch_ahead()
         return total
 
+    def peek(self, parameter: TrainedParameter) -> Tensor | None:
+        if parameter not in self._left and parameter not in self._coming:
+            return None
+        total, arrival = self._coming.get(parameter) or self._arriving(parameter, *self._left[parameter])
+        self._transfers.land(arrival)
+        return total
+
     def put(self, parameter: TrainedParameter, total: Tensor) -> None:
+        self.end_step()
         while self._leaving and sum(nbytes for nbytes, _ in self._leaving) + total.nbytes > WINDOW_BYTES:
             self._transfers.land(self._leaving.popleft()[1])  # the next user of its memory waits for the copy
-        host = self._host(parameter, total.dtype)
-        departure = self._transfers.gradients_out([(host, total)])
+        departure = self._transfers.gradients_out(self._copies(parameter, total))
         self._leaving.append((total.nbytes, departure))
-        self._left[parameter] = host, replace(departure, keep=())
+        self._left[parameter] = total.dtype, replace(departure, keep=())
 
     def discard(self, parameter: TrainedParameter) -> None:
         self._left.pop(parameter, None)
@@ -102,6 +117,10 @@ class HostSums:
 
     def waiting(self) -> list[TrainedParameter]:
         return [*self._coming, *self._left]
+
+    def end_step(self) -> None:
+        while self._leaving and self._leaving[0][1].has_ended:
+            self._leaving.popleft()
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing
@@ -120,15 +139,53 @@ class HostSums:
                 self._fetch(parameter)
 
     def _fetch(self, parameter: TrainedParameter) -> None:
-        host, departure = self._left.pop(parameter)
-        total = torch.empty_like(host, device=parameter.own.device)
-        arrival = self._transfers.sums_in([(total, host)], self._transfers.fence(), after=departure)
-        self._coming[parameter] = total, arrival
+        self._coming[parameter] = self._arriving(parameter, *self._left.pop(parameter))
 
-    def _host(self, parameter: TrainedParameter, dtype: torch.dtype) -> Tensor:
-        if (parameter, dtype) not in self._memory:
-            self._memory[parameter, dtype] = Pinned(dtype.itemsize * parameter.own.numel(), self._transfers)
-        return self._memory[parameter, dtype].tensor.view(dtype)
+    def _arriving(
+        self, parameter: TrainedParameter, dtype: torch.dtype, departure: Transfer
+    ) -> tuple[Tensor, Transfer]:
+        total = torch.empty(parameter.own.numel(), dtype=dtype, device=parameter.own.device)
+        copies = [(part, host) for host, part in self._copies(parameter, total)]
+        return total, self._transfers.sums_in(copies, self._transfers.fence(), after=departure)
+
+    def _copies(self, parameter: TrainedParameter, total: Tensor) -> list[Copy]:
+        """Each part of `total` after its place in host memory."""
+        key = parameter, total.dtype
+        if key not in self._memory:
+            self._memory[key] = Pinned(total.nbytes, self._transfers)
+        return [(self._memory[key].tensor.view(total.dtype), total)]
+
+
+class PlaneSums(HostSums):
+    """Sums in the layers' own planes. `await_update` waits for a parameter's update, which reads there.
+
+    The layers must be the CPU's for as long as there are sums.
+    """
+
+    def __init__(self, transfers: Transfers, await_update: Callable[[TrainedParameter], None]) -> None:
+        super().__init__(transfers)
+        self._await_update = await_update
+
+    @staticmethod
+    def takes(parameter: TrainedParameter, total: Tensor) -> bool:
+        """Whether the CPU updates all of the parameter, and reads gradients of this dtype."""
+        places = parameter.places
+        if not places or any([layer.life.placement.updates != "cpu" for layer, _ in places]):
+            return False
+        return all([layer.arena.grads[index].dtype == total.dtype for layer, index in places])
+
+    def put(self, parameter: TrainedParameter, total: Tensor) -> None:
+        self._await_update(parameter)
+        super().put(parameter, total)
+        for layer, _ in parameter.places:
+            layer.left = self._left[parameter][1]
+
+    def is_in_place(self, parameter: TrainedParameter) -> bool:
+        """Whether the parameter's update can read its sum where it is."""
+        return parameter in self._left
+
+    def _copies(self, parameter: TrainedParameter, total: Tensor) -> list[Copy]:
+        return [(layer.arena.grads[index], layer.segments[index].part(total)) for layer, index in parameter.places]
 
 
 Sums = DeviceSums | HostSums

@@ -249,7 +249,7 @@ class Program:
             "k": draw.choice([0.0, 0.5, 1.0]),
             "overlap": draw.random() < 0.8,
             "grad_accumulation": backwards if draw.random() < 0.5 else 1,
-            "accumulate_on": draw.choice(["device", "host"]),
+            "accumulate_on": draw.choice(["device", "host", "auto"]),
             "updates": draw.choice(["backward", "step", "auto"]),
         }
         actions: list[tuple[Action, tuple[Any, ...]]] = []

@@ -168,7 +168,7 @@ def gate() -> Iterator[threading.Event]:
         yield gate
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("place", ["device", "host", "auto"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LOOPS)
 def test_every_loop_has_the_bits_of_torch(
