@@ -70,6 +70,9 @@ SHAPES: Final = {
 ON_META: Final = ("21b", "30b-experts", "41b")
 #: HyTrain as it is by default: the planner chooses k.
 AUTO: Final = "hytrain:auto"
+#: The same told when updates begin, and for a loop that clips by itself.
+TIMINGS: Final = (AUTO, f"{AUTO},updates=backward", f"{AUTO},updates=step")
+UNAWARE: Final = "hytrain-unaware:auto"
 #: The same with Muon for the matrices of the blocks.
 MUON: Final = "hytrain-muon:auto"
 #: On several ranks: FSDP2 with everything on the GPUs, what the others are compared with.
@@ -79,6 +82,7 @@ LARGE_GIB: Final = 80.0
 SCHEDULES: Final = ("gpipe", "1f1b")
 STATIC_KS: Final = ("0", "0.1", "0.15", "0.2", "0.25", "0.3", "0.5", "1")
 BATCHES: Final = (8, 16, 4, 2, 1)
+CLIPPED: Final = "clipped"
 NO_CLIPPING, NEVER_CLIPPED, ALWAYS_CLIPPED = "no clipping", "never clipped", "always clipped"
 #: A limit for the gradients' norm as people set it, and others.
 CLIP: Final = 1.0
@@ -213,6 +217,7 @@ KNOWN: Final = {
     "forward-backward": Known(15, 0.55, "no update"),
     "torch": Known(15, 0.6, "in fp32"),
     "hytrain": Known(22, 0.6),
+    "hytrain-unaware": Known(22, 0.6),
     "no-offload-muon": Known(15, 1.0, "Muon"),
     "hytrain-muon": Known(22, 1.0, "Muon"),
     "torchao-fp32": Known(20, 1.4),
@@ -369,6 +374,14 @@ def clipping(template: Job) -> list[Job]:
 
     ours = [clipped(limit, AUTO, label, settle=24, measure=10, patience=20) for label, limit in LIMITS.items()]
     return [*ours, clipped(LIMITS[ALWAYS_CLIPPED], "deepspeed-zero2", ALWAYS_CLIPPED, settle=2, measure=5)]
+
+
+def updates(template: Job) -> list[Job]:
+    """When updates begin: in backward, in `step()`, or as it is learned; and a loop that clips by itself."""
+    clipped = replace(template, clip=LIMITS[ALWAYS_CLIPPED])
+    steps = {batch: Segment(batch=batch, settle=24, measure=10, patience=20) for batch in (8, 1)}
+    asked = [job(template, system, *steps.values()) for system in ("no-offload", *TIMINGS)]
+    return [*asked, *(job(clipped, system, replace(steps[8], label=CLIPPED)) for system in (AUTO, UNAWARE))]
 
 
 def identical(template: Job) -> list[Job]:
@@ -600,6 +613,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "idle": idle,
     "launches": launches,
     "clipping": clipping,
+    "updates": updates,
     "identical": identical,
     "lean": lean,
     "sft": sft,

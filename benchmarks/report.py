@@ -382,6 +382,28 @@ def clipping(rows: Rows) -> str:
     return table(here.by("label", "system"), col.SYSTEM, last("the global norm is", "label"), *col.PLAN, to_base)
 
 
+def updates(rows: Rows) -> str:
+    """When updates begin, relative to no offload at the same batch size."""
+    here = rows.of_part("updates")
+
+    def relative(name: str) -> Callable[[Rows], str]:
+        def to_base(mine: Rows) -> str:
+            base = here.where(system="no-offload", batch=mine.last("batch"))
+            return number(ratio(mine.median(name), base.median(name)), 3)
+
+        return to_base
+
+    to_base = (("of no offload's time", relative("step_s")), ("of its memory", relative("gpu_peak_gb")))
+    return table(
+        here.by("batch", "label", "system"),
+        col.BATCH,
+        col.SYSTEM,
+        last("the global norm is", "label"),
+        *col.PLAN,
+        *to_base,
+    )
+
+
 def sft(rows: Rows) -> str:
     """Fine-tuning under the Trainer: torch's AdamW and HyTrain's."""
     here = rows.of_part("sft")
@@ -544,6 +566,7 @@ _TABLES: Final = (
     idle,
     launches,
     clipping,
+    updates,
 )
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
     make.__name__: make for make in (*_TABLES, identical, sft, saving, experts, power, monitors, frontier, home, long)

@@ -188,22 +188,29 @@ def torch_adamw(model: nn.Module, setting: Setting, run: Pass = forward_and_back
 
 
 def hytrain_adamw(
-    model: nn.Module, setting: Setting, run: Pass = forward_and_backward, *, use_muon: bool = False, **pipeline: Any
+    model: nn.Module,
+    setting: Setting,
+    run: Pass = forward_and_backward,
+    *,
+    use_muon: bool = False,
+    loop_clips: bool = False,
+    **pipeline: Any,
 ) -> Running:
-    """The same loop with HyTrain's optimizer; with option "serial", nothing overlaps."""
+    """The same loop with HyTrain's optimizer, which clips unless `loop_clips`; option "serial": nothing overlaps."""
     import hytrain
 
     options = {**parse_options(setting.option), **pipeline}
     if setting.job.cap_gib and not setting.job.ranks:
         options["device"] = setting.job.device
-    if setting.clip:
+    if setting.clip and not loop_clips:
         options["max_grad_norm"] = setting.clip
     if use_muon:
         options |= {"adjust_lr_fn": ADJUST, "adamw": {"lr": LR}}
     kind = hytrain.Muon if use_muon else hytrain.AdamW
     optimizer = kind(model, lr=LR, run_dir=setting.run_dir, **options)
     saving = checkpoints.of_a_recipe(model, optimizer)
-    return Running(plain_step(model, optimizer, run=run), optimizer, saving=saving)
+    step = plain_step(model, optimizer, setting.clip if loop_clips else 0.0, run=run)
+    return Running(step, optimizer, saving=saving)
 
 
 def parse_options(text: str) -> dict[str, Any]:
@@ -340,6 +347,7 @@ SYSTEMS: Final[dict[str, System]] = {
     "hytrain": System(hytrain_adamw),
     "no-offload-muon": System(partial(no_offload, use_muon=True)),
     "hytrain-muon": System(partial(hytrain_adamw, use_muon=True)),
+    "hytrain-unaware": System(partial(hytrain_adamw, loop_clips=True)),
     "torchao-fp32": System(torchao, dtype="float32", cuda_only=True),
     "torchao-bf16": System(torchao, cuda_only=True),
     **{f"deepspeed-{zero}": System(partial(deepspeed, zero=zero), cuda_only=True) for zero in _ZERO},

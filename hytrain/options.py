@@ -139,10 +139,10 @@ class Options:
 
     algorithm: Algorithm
     updates: str = _option(
-        "backward",
+        "auto",
         'when a step\'s updates begin: in its last `"backward"`, or in `"step"`, as torch\'s do, so that gradients can '
         'be read and changed until then. `"auto"`: in `step()` if the loop does something between backward and it in '
-        "its first step, else in backward",
+        "its first two steps, else in backward",
         OneOf(("auto", "backward", "step"), '{} is {!r}: "auto", "backward" or "step"'),
     )
     grad_accumulation: int = _option(
@@ -287,6 +287,10 @@ class Options:
     @property
     def precision(self) -> Precision:
         return Precision(self.state_dtype, self.master_dtype)
+
+    def updates_on(self, ranks: int) -> str:
+        """`updates`. Ranks that all wait for the norm must ask for it at the same place of the loop: none learns."""
+        return "backward" if self.updates == "auto" and self.awaits_verdict and ranks > 1 else self.updates
 
     @property
     def awaits_verdict(self) -> bool:

@@ -78,7 +78,7 @@ class Session:
         came_from = check_model(model)
         device = options.device or came_from
         self.memory = gpu_memory(device)
-        self.accumulation = Accumulation(options.grad_accumulation, Timing(options.updates))
+        self.accumulation = Accumulation(options.grad_accumulation, Timing(options.updates_on(ranks.world)))
         self.resting = dicts.Resting(options.algorithm, options.precision)
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []

@@ -71,6 +71,7 @@ def hytrain_optimizer(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
         gradient_dtype=None if dtype == "auto" else getattr(torch, dtype),
         **numbers,
         **train.model_dump(include=names),
+        updates="backward",
         **options,
     )
     return cast(TrainingOptimizer, optimizer)

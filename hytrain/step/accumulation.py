@@ -113,7 +113,7 @@ class Accumulation:
     def __init__(self, backwards: int, timing: Timing) -> None:
         self._backwards, self.timing = backwards, timing
         self._held = False
-        self._is_last = False  # but for the time when updates begin
+        self.may_be_last = False  # the backward, but for the time when updates begin
         self._goes_on: Callable[[], bool] = lambda: False
         self.begin_anew(DeviceSums)
 
@@ -125,6 +125,18 @@ class Accumulation:
         self._choose, self._planes = choose, planes
         self._sums: Sums = DeviceSums()
         self._chosen = False
+
+    def begin_step(self, step: int, *, keeps: bool) -> None:
+        """The first backward of a step begins. Whether the loop `keeps` the last step's gradients is seen now.
+
+        Free the memory of sums if it was learned that none are needed.
+        """
+        self.end_step()
+        if keeps:
+            self.timing.saw("keeps gradients")
+        if self.timing.begin_step(step) and not self.timing.in_step:
+            self._sums.close()
+            self._sums, self._chosen = DeviceSums(), False
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -147,14 +159,12 @@ class Accumulation:
         """Begin a backward after `ended` others of this step. Returns whether it is the last one."""
         if goes_on := self._goes_on():
             self.count_no_more()
-        if not ended:
-            self.end_step()
         for sums in self._all:
             sums.begin()
-        if self._is_last and ended:
+        if self.may_be_last and ended:
             self.timing.saw("calls backward several times")
-        self._is_last = not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
-        return self._is_last and not self.timing.in_step
+        self.may_be_last = not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
+        return self.may_be_last and not self.timing.in_step
 
     def expects(self, ended: int) -> bool:
         """Whether more backwards were announced than the `ended` ones of this step."""
@@ -188,7 +198,7 @@ class Accumulation:
         self._forget(parameter)
         # If no more backwards were announced, it is torch's sum, in the gradient's own dtype. Otherwise a copy: a
         # replayed CUDA graph writes each gradient where the one before was.
-        first = gradient if self._is_last else gradient.to(torch.float32, copy=True)
+        first = gradient if self.may_be_last else gradient.to(torch.float32, copy=True)
         sums = self._sums_for(parameter, first)
         sums.put(parameter, first)
         total = _Sum(parameter, sums, first.dtype, self.timing)
@@ -196,7 +206,7 @@ class Accumulation:
         parameter.parameter.grad = distributed(SummedGradient(total, parameter.own), parameter.parameter)
 
     def _sums_for(self, parameter: TrainedParameter, first: Tensor) -> Sums:
-        in_plane = self._is_last and self._planes is not None and self._planes.takes(parameter, first)
+        in_plane = self.may_be_last and self._planes is not None and self._planes.takes(parameter, first)
         return cast(Sums, self._planes) if in_plane else self._chosen_sums()
 
     def _chosen_sums(self) -> Sums:

@@ -20,7 +20,7 @@ from torch import Tensor
 from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.memory.transfer import TURN_BYTES, Transfer
 from hytrain.model.summed import summed
-from hytrain.model.trained import TrainedParameter, first_consumed, with_gradients
+from hytrain.model.trained import TrainedLayer, TrainedParameter, first_consumed, with_gradients
 from hytrain.model.watched import unwatched
 from hytrain.step.autograd import REENTRANT, inside_reentrant_checkpoint
 from hytrain.step.commit import Commit
@@ -39,7 +39,7 @@ class Backward:
     """The backwards of one model."""
 
     def __init__(self, common: Common, trip: RoundTrip, commit: Commit, reads: Reads) -> None:
-        self._parameters, self._transfers = common.parameters, common.transfers
+        self._layers, self._parameters, self._transfers = common.layers, common.parameters, common.transfers
         self._health, self._meter, self._offload = common.health, common.meter, common.offload
         self._verdicts, self._accumulation, self._kept = common.verdicts, common.accumulation, common.kept
         self._trip, self._commit, self._reads = trip, commit, reads
@@ -75,11 +75,21 @@ class Backward:
         if not parameter.awaited:
             self._reads.meet_uncovered(parameter)
         if life.state is State.SUMMING:
+            if self._accumulation.may_be_last:
+                self._measure(dict.fromkeys([layer for layer, _ in parameter.places]), whole=True)
             self._accumulation.add(parameter)
         else:
             self._trip.take(parameter, tensor)
         if parameter.block is not None:
             self._offload.had_gradient(parameter.block, life.backward)
+
+    def _measure(self, layers: Iterable[TrainedLayer], *, whole: bool) -> None:
+        """Updates begin in `step()`, but of these layers all gradients have come, or no others come any more."""
+        backward = self._health.life.backward
+        for layer in layers:
+            come = [segment.owner.backward == backward for segment in layer.segments]
+            if all(come) if whole else any(come) and not all(come):
+                self._meter.backward(layer.lid)
 
     def _begin_or_leave_none(self, parameter: TrainedParameter, tensor: Tensor) -> None:
         try:
@@ -101,8 +111,8 @@ class Backward:
             raise UsageError("reentrant activation checkpointing: pass use_reentrant=False to checkpoint()")
         if scaling is not None and not scaling.claim():
             raise UsageError("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")
-        if life.step and not life.ended:
-            self._accumulation.timing.end_step()
+        if not life.ended:
+            self._accumulation.begin_step(life.step, keeps=self._keeps_gradients(parameter))
         first, last = life.ended == 0, self._accumulation.begin(life.ended)
         if first and (left := first_consumed(self._parameters)) is not None:
             raise UsageError(_LEFT.format(left.name))
@@ -122,6 +132,13 @@ class Backward:
         if self._ends_by_itself:
             _queue(partial(_queue, self.end))  # after what others queue in this backward: FSDP2's roots reduce there
 
+    def _keeps_gradients(self, parameter: TrainedParameter) -> bool:
+        """Whether the loop has kept gradients of the last step, to which a backward adds that begins with this one."""
+        if not self._accumulation.timing.learns:
+            return False
+        others = [known for known in with_gradients(self._parameters) if known is not parameter]
+        return bool(others) or summed(parameter.parameter.grad) is not None
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self, *, by_step: bool = False) -> None:
         """The whole backward has succeeded. Called by autograd, or by `end_outside` if it ran outside of autograd.
@@ -137,6 +154,8 @@ class Backward:
                 self._commit.complete(keep=by_step)
             else:
                 self._commit.end_sum()
+                if self._accumulation.may_be_last:
+                    self._measure(self._layers, whole=False)
         self._kept.end_backward()
         self._offload.end_backward()
         life.on(Event.END)  # last, so that an exception above counts as one in backward

@@ -100,6 +100,9 @@ class Commit:
     def complete(self, *, keep: bool) -> None:
         """All gradients of the step have come: also send the layers that lack some of theirs (I5)."""
         self._fill_others(keep=keep)
+        for layer in () if keep else self._layers:
+            if 0 < len(layer.filled) < len(layer.segments):
+                self._meter.backward(layer.lid)
         if self._overlap:
             self._flush()
             if not (self._is_stage and self._verdicts.awaited):
@@ -127,9 +130,6 @@ class Commit:
     def _flush(self) -> None:
         """Send off all layers that have gradients. Without overlap, finish each layer before the next."""
         layers, stream = [layer for layer in self._layers if layer.filled], self._transfers.stream()
-        for layer in layers:
-            if len(layer.filled) < len(layer.segments):
-                self._meter.backward(layer.lid)
         if not self._overlap:
             for layer in layers if self._verdicts.takes_norms else ():
                 self._verdicts.add(layer)

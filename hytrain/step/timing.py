@@ -1,8 +1,10 @@
 """When a step's updates begin: in its last backward, or in `step()`, as torch's do.
 
-the loop's first step   updates begin in step()     whatever it does between backward and step() is seen
+its first two steps     updates begin in step()     whatever the loop does between backward and step() is seen
 it does nothing there   ─▶ in backward from then on, and they overlap with it
 it does something       ─▶ in step(): gradients are in `p.grad` until then, and can be read and written
+
+Two, because a loop with several optimizers may drop in one step what another's backward has left after the step before.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from hytrain.step.life import Event
 
 #: What a loop does between a backward and `step()`, by the event.
 SEEN: Final = {Event.OUTSIDE: "uses weights", Event.LOAD: "saves or loads", Event.DROP: "drops gradients"}
+
+#: The steps in which "auto" learns.
+LEARNED_IN: Final = 2
 
 _log = logging.getLogger(__name__)
 
@@ -31,12 +36,13 @@ class Timing:
         if self.learns:
             self._seen = self._seen or what
 
-    def end_step(self) -> None:
-        """A step with gradients has ended, and the next one's first backward begins."""
-        if not self.learns:
-            return
+    def begin_step(self, step: int) -> bool:
+        """The first backward of `step`, counted from 0, begins. Returns whether it has been learned just now."""
+        if not self.learns or step < LEARNED_IN:
+            return False
         self.learns, self.in_step = False, bool(self._seen)
         if self._seen:
             _log.info("this loop %s before step(): updates begin in step()", self._seen)
         else:
             _log.info("this loop does nothing between backward and step(): updates begin in backward")
+        return True

@@ -94,7 +94,7 @@ def test_no_sync_does_the_same(dtype: torch.dtype) -> None:
 def test_the_updates_begin_in_the_last_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing leaves before it, and everything has left when it returns. A third is refused."""
     model, sent = perceptron(), list[Any]()
-    with adamw(model, grad_accumulation=2, k=0.0) as opt:
+    with adamw(model, updates="backward", grad_accumulation=2, k=0.0) as opt:
         post = opt._session._link.post
 
         def listen(to: str, message: Any, **conditions: Any) -> None:

@@ -377,7 +377,7 @@ def test_gradients_of_two_streams_are_waited_for(k: float, current: Current, mon
     before = RoundTrip.send
     monkeypatch.setattr(RoundTrip, "send", send)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.add(id(tensor)))
-    with adamw(model, k=k) as opt:
+    with adamw(model, updates="backward", k=k) as opt:
         train(model, opt, range(2), square_loss)
         assert len(sent) == 2 * len(opt._session.layers)
 

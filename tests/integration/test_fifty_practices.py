@@ -1721,7 +1721,8 @@ def test_a_practice(name: str, gate: threading.Event) -> None:
     expected = expected, train(model, reference, range(50, 52), square_loss)
     for k in (0.0, 1.0):
         ours = row.make()
-        with adamw(ours, row.groups_of(ours), k=k, **row.options) as opt:
+        options = {"updates": "backward", **row.options} if row.refusal else row.options
+        with adamw(ours, row.groups_of(ours), k=k, **options) as opt:
             try:
                 found = refused(row, ours, opt) if row.refusal else row.run(ours, opt)
                 if row.ends:

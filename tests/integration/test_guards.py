@@ -62,7 +62,7 @@ def recomputed(model: nn.Module, step: int) -> Tensor:
 def test_a_use_between_backward_and_step_is_refused_wherever_the_model_was_called(loss_of: Any) -> None:
     """Also within an `except` clause, where whole loops may be."""
     model = perceptron()
-    with adamw(model, k=0.0):
+    with adamw(model, updates="backward", k=0.0):
         loss_of(model, 0).backward()
         try:
             raise ImportError

@@ -224,7 +224,7 @@ def test_a_program_that_is_exported_while_training_names_nothing_of_hytrain() ->
 
 def test_a_consumed_gradient_is_neither_copied_nor_saved() -> None:
     model = perceptron()
-    with adamw(model) as opt:
+    with adamw(model, updates="backward") as opt:
         square_loss(model, 0).backward()
         for read in (pickle.dumps, as_torch_saves, copy.deepcopy, cloudpickle.dumps):
             with pytest.raises(UsageError, match="already consumed"):

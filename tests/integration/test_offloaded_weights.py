@@ -100,7 +100,7 @@ def test_blocks_that_wait_for_visits_widen_the_window(
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 2 * room * block_bytes + 2)
     end_step = Visits.end_step
     monkeypatch.setattr(Visits, "end_step", lambda visits: waited.append(end_step(visits)) or waited[-1])
-    with adamw(model, k=0.0, offload_weights=1.0, **options) as opt:
+    with adamw(model, updates="backward", k=0.0, offload_weights=1.0, **options) as opt:
         for block in model:
             block[0].weight.register_hook(lambda *_: seen.append(len({name[0] for name in present(opt)})))
         train(model, opt, range(4), square_loss)

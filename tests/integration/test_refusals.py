@@ -457,7 +457,7 @@ class Once(nn.Module):
 
 def test_reentrant_checkpoints_of_before_another_backward_and_after_it_are_told_the_cure() -> None:
     model = Once()
-    with adamw(model, k=0.0) as opt:
+    with adamw(model, updates="backward", k=0.0) as opt:
         early = square_loss(model, 0)
         with opt.no_sync():
             square_loss(model, 1).backward()

@@ -333,7 +333,7 @@ def test_what_is_refused_as_a_backward_begins_leaves_no_part_of_a_step() -> None
 
 def test_a_tensor_from_before_the_last_backward_is_consumed_with_it() -> None:
     model = perceptron()
-    with adamw(model, grad_accumulation=2) as opt:
+    with adamw(model, updates="backward", grad_accumulation=2) as opt:
         square_loss(model, 0).backward()
         kept = gradients(model)
         before = kept[0].clone()
@@ -365,7 +365,7 @@ def test_buffers_of_the_loop_that_a_last_backward_fills(k: float) -> None:
 @pytest.mark.parametrize("k", [0.0, 1.0])
 def test_buffers_that_are_written_when_their_update_has_begun_are_refused(k: float) -> None:
     model = perceptron()
-    with adamw(model, k=k) as opt:
+    with adamw(model, updates="backward", k=k) as opt:
         flat = gives_buffers(model)
         square_loss(model, 0).backward()
         flat.mul_(0.5)
@@ -387,7 +387,7 @@ def test_what_is_left_in_grad_belongs_to_no_optimizer() -> None:
 def test_a_step_with_the_last_ones_gradients_is_refused_before_harm() -> None:
     """torch would use them again; they are gone."""
     model = perceptron()
-    with adamw(model) as opt:
+    with adamw(model, updates="backward") as opt:
         square_loss(model, 0).backward()
         opt.step()
         for parameter in model[0].parameters():
@@ -405,7 +405,7 @@ def test_a_step_with_the_last_ones_gradients_is_refused_before_harm() -> None:
 def test_hyperparameters_set_after_backward_are_refused(k: float) -> None:
     """Not if they are what they were, and not where updates begin in `step()`."""
     model = perceptron()
-    with adamw(model, k=k) as opt:
+    with adamw(model, updates="backward", k=k) as opt:
         square_loss(model, 0).backward()
         opt.param_groups[0]["lr"] = float(str(opt.param_groups[0]["lr"]))
         opt.step()

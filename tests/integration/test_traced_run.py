@@ -146,6 +146,7 @@ def each_step_adds_up(timeline: Timeline) -> None:
         {"max_grad_norm": 0.5, "k": 0.5},
         {"overlap": False, "k": 0.5},
         {"visit": 1.0, "k": 0.0},
+        {"updates": "step", "k": 0.5},
     ],
     ids=lambda options: "-".join(options),
 )
@@ -162,6 +163,22 @@ def test_each_step_adds_up_however_it_is_trained(run_dir: Path, options: dict[st
     each_step_adds_up(timeline)
     kinds = {event.args["kind"] for event in timeline if event.track == "compute"}
     assert ("micro-batches" in kinds) is ("grad_accumulation" in options)
+
+
+def test_of_several_backwards_that_nobody_has_announced_the_last_is_measured(run_dir: Path) -> None:
+    model = gpt2()
+    with adamw(model, trace=True, updates="step") as opt:
+        for step in range(4):
+            for part in range(3):
+                language_loss(model, 3 * step + part).backward()
+            opt.step()
+            opt.zero_grad()
+    timeline = Timeline.of(run_dir)
+    each_step_adds_up(timeline)
+    layers = len(opt._session.layers)
+    for step in range(4):
+        backwards = [e for e in timeline if e.args.get("step") == step and e.args.get("kind") == "backward"]
+        assert len([event for event in backwards if "lid" in event.args]) == layers
 
 
 def all_three_processes_are_shown(timeline: Timeline) -> None:

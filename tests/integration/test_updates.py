@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import test_fifty_practices as practices
 import torch
-from helpers import LR, Reference, adamw, differing, late_weights, same, same_as_torch, seed, train, weights
+from helpers import (
+    LR,
+    Reference,
+    adamw,
+    differing,
+    late_weights,
+    same,
+    same_as_torch,
+    seed,
+    train,
+    wait_for_coordinator,
+    weights,
+)
 from small_models import perceptron, square_loss
 from torch import Tensor, nn
+
+import hytrain
+from hytrain.algorithms import ADAMW
+from hytrain.memory.transfer import HostTransfers
+from hytrain.options import Options
 
 STEPS = 5
 
@@ -150,6 +166,14 @@ def steps_twice(model: nn.Module, opt: Any, number: int) -> object:
     return loss
 
 
+@loop("keeps gradients")
+def keeps_them(model: nn.Module, opt: Any, number: int) -> object:
+    """A step begins with the gradients of the one before, which nobody has dropped."""
+    loss = backward(model, number)
+    opt.step()
+    return loss
+
+
 @loop("uses gradients")
 def scales(model: nn.Module, opt: Any, number: int) -> object:
     scaler = model.__dict__.setdefault("scaler", torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=2))
@@ -193,16 +217,15 @@ def test_every_loop_has_the_bits_of_torch(
 
 
 @pytest.mark.parametrize("name", [name for name, row in practices.ROWS.items() if row.refusal and not row.options])
-def test_what_is_refused_in_backward_is_done_in_step(
-    name: str, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(practices, "adamw", partial(adamw, updates="step"))  # of a second optimizer
+def test_what_is_refused_in_backward_is_done_in_step(name: str, gate: threading.Event) -> None:
+    """By default, too, if it is seen in the first two steps."""
     row = practices.ROWS[name]
     model = row.make()
     reference = Reference(model, row.groups_of(model), lr=LR)
     expected = row.run(model, reference), train(model, reference, range(50, 52), square_loss)
     ours = row.make()
-    with adamw(ours, row.groups_of(ours), k=0.5, updates="step") as opt:
+    updates = "step" if name == "lbfgs_between" else "auto"
+    with adamw(ours, row.groups_of(ours), k=0.5, updates=updates) as opt:
         try:
             found = row.run(ours, opt), train(ours, opt, range(50, 52), square_loss)
             opt.synchronize()
@@ -210,3 +233,83 @@ def test_what_is_refused_in_backward_is_done_in_step(
             assert differing(weights(ours), weights(model)) == []
         finally:
             gate.set()
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_gradients_leave_once_and_come_only_if_they_are_read(k: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the CPU's layers leave in backward, for the planes from which the update reads them."""
+    model, copied = perceptron(), list[tuple[str, int]]()
+    for name in ("gradients_out", "sums_in"):
+        before = getattr(HostTransfers, name)
+
+        def count(
+            self: HostTransfers, copies: Any, *rest: Any, before: Any = before, name: str = name, **more: Any
+        ) -> Any:
+            copied.append((name, sum(into.nbytes for into, _ in copies)))
+            return before(self, copies, *rest, **more)
+
+        monkeypatch.setattr(HostTransfers, name, count)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+
+    def total() -> dict[str, int]:
+        of = {name: sum(nbytes for each, nbytes in copied if each == name) for name in ("gradients_out", "sums_in")}
+        copied.clear()
+        return of
+
+    with adamw(model, k=k, updates="step") as opt:
+        backward(model, 0)
+        left = total()
+        opt.step()
+        assert (left, total()) == (
+            {"gradients_out": nbytes * (k == 0), "sums_in": 0},
+            {"gradients_out": 0, "sums_in": 0},
+        )
+        opt.zero_grad()
+        backward(model, 1)
+        total()
+        norms = [gradient.norm() for gradient in gradients(model)]
+        assert len(norms) > 4 and total() == {"gradients_out": 0, "sums_in": nbytes * (k == 0)}
+        gradients(model)[0].mul_(0.5)
+        written = model[0][0].weight.nbytes * (k == 0)
+        assert total() == {"gradients_out": written, "sums_in": written}
+        opt.step()
+        assert total() == {"gradients_out": 0, "sums_in": 0}
+
+
+def test_gradients_that_stay_over_steps_stay_when_their_layers_move() -> None:
+    moved = list[int]()
+
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(12):
+            backward(model, step)
+            opt.step()
+            if step % 3 == 2:
+                opt.zero_grad()
+            if isinstance(opt, hytrain.AdamW):
+                wait_for_coordinator(opt)
+                opt._engine._handover.wait()
+        if isinstance(opt, hytrain.AdamW):
+            moved.append(opt.statistics().moved)
+
+    same_as_torch(run, perceptron, updates="step", policy="random")
+    assert moved[0] > 4
+
+
+def test_a_gradient_that_is_written_waits_for_the_update_that_reads_it(gate: threading.Event) -> None:
+    """Its values are where the CPU's update reads them."""
+    model = perceptron()
+    with adamw(model, k=0.0, updates="step") as opt:
+        backward(model, 0)
+        opt.step()
+        layers = opt._session.layers
+        assert not any(layer.life.is_current for layer in layers)
+        gradients(model)[0].zero_()
+        assert [layer.life.is_current for layer in layers] == [index == 0 for index in range(len(layers))]
+        gate.set()
+
+
+def test_ranks_that_wait_for_the_norm_do_not_learn() -> None:
+    """One rank might ask for it in backward, another one in `step()`."""
+    options = Options.of(ADAMW, {"max_grad_norm": 1.0})
+    assert [options.updates_on(ranks) for ranks in (1, 2)] == ["auto", "backward"]
+    assert Options.of(ADAMW, {}).updates_on(2) == "auto"
