@@ -242,7 +242,8 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
     }
     if job.clip and running.optimizer is not None:
         last = [float(norm) for norm in steps.norms[-segment.measure :] if norm is not None]
-        row["clipped_share"] = sum(norm > job.clip for norm in last) / len(last)
+        if last:  # or else the loop has clipped by itself
+            row["clipped_share"] = sum(norm > job.clip for norm in last) / len(last)
     if profile:
         row["idle"] = profile.result()
     if told:

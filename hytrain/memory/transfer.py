@@ -212,11 +212,17 @@ class CudaTransfers:
             tensor.record_stream(current)
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
-        """Copy gradients, ready on the current stream, into pinned planes."""
+        """Copy gradients, ready on the current stream, into pinned planes.
+
+        It ends after all earlier ones, and after whatever the current stream has, also if there are none to copy.
+        """
         self.traffic.to_host(copies)
         # The current stream, which made the gradients, also converts them (for example float32 to bfloat16).
         sources = [source.to(destination.dtype) for destination, source in copies]
         self._out.wait_stream(torch.cuda.current_stream(self._device))
+        if not copies:
+            with torch.cuda.stream(self._out):
+                return self.so_far()
         into = (destination for destination, _ in copies)
         return self._copy(self._out, list(zip(into, sources, strict=True)), keep=sources)
 

@@ -189,7 +189,7 @@ class TrainedParameter:
         return full
 
     def fill_in_place(self, step: int) -> None:
-        """The step's gradient is in the `grads` planes of its layers, or `left` for them."""
+        """The step's gradient is in the `grads` planes of its layers, or on its way there."""
         self._begin_update(step)
         for layer, index in self.places:
             layer.filled[index] = layer.arena.grads[index]
@@ -261,7 +261,6 @@ class TrainedLayer:
 
     `filled` holds this step's gradients by segment until they are sent, `streams` the streams that computed them.
     `sent` are the update counts of the update under way. `landing` ends when the last update's weights are there,
-    `left` when this step's gradients are in its `grads` plane, if they were copied there before their update began,
     `returned` when its state is back from a visit, or has come from the GPU. `source` are the planes that the weights
     came from, `moving` is the copy of the state to the GPU. `came` is the step in which the GPU last took over updates
     from the CPU or from visits, or -1. `block` is its block, if that may be offloaded: then the arena's `weights`
@@ -276,7 +275,6 @@ class TrainedLayer:
     life: LayerLife
     planes: Planes | None = None
     landing: Transfer | None = None
-    left: Transfer | None = None
     returned: Transfer | None = None
     source: Planes | None = None
     filled: dict[int, Tensor] = field(default_factory=dict)

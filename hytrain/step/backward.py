@@ -106,13 +106,13 @@ class Backward:
         health, life = self._health, self._health.life
         if sentence := _why_not(parameter, gradient):
             raise UsageError(sentence)
+        if not life.ended:
+            self._accumulation.begin_step(life.step, keeps=self._keeps_gradients(parameter))
         scaling = self._verdicts.loss_scale
         if inside_reentrant_checkpoint() and not self._accumulation.timing.in_step:
             raise UsageError("reentrant activation checkpointing: pass use_reentrant=False to checkpoint()")
         if scaling is not None and not scaling.claim():
             raise UsageError("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")
-        if not life.ended:
-            self._accumulation.begin_step(life.step, keeps=self._keeps_gradients(parameter))
         first, last = life.ended == 0, self._accumulation.begin(life.ended)
         if first and (left := first_consumed(self._parameters)) is not None:
             raise UsageError(_LEFT.format(left.name))
@@ -187,12 +187,18 @@ class Backward:
         life = self._health.life
         if life.state is State.SUMMED and not with_gradients(self._parameters):
             life.on(Event.DROP)
+            self._meter.drop_backward()
         if life.state is State.SUMMED:
             self._accumulation.note_dropped()
             self._commit.begin_step()
             life.on(Event.STEP)
             with self._health.undivided("the update of layers"):
                 self.end(by_step=by_step)
+
+    def drop(self) -> None:
+        """Drop the gradients of backwards that have begun no updates."""
+        self._meter.drop_backward()
+        self._accumulation.drop()
 
     def add(self, gradients: Sequence[Tensor | None]) -> Transfer | None:
         """Take another process's gradients, as `Engine.add_gradients` describes."""

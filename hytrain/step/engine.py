@@ -35,7 +35,7 @@ from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.trace import TraceWriter
 from hytrain.statistics import Statistics
-from hytrain.step.accumulation import Accumulation, KeptGradients, choose_sums
+from hytrain.step.accumulation import Accumulation, KeptGradients, choose_sums, plane_sums
 from hytrain.step.activations import Activations
 from hytrain.step.autograd import in_backward
 from hytrain.step.backward import Backward
@@ -53,7 +53,6 @@ from hytrain.step.measure import Meter
 from hytrain.step.offload import Offload
 from hytrain.step.reads import Reads
 from hytrain.step.scaling import LossScale
-from hytrain.step.sums import PlaneSums
 from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
 from protocol.messages import (
@@ -139,12 +138,8 @@ class Engine:
         )
         self._device = DeviceUpdates(common, host)
         self._trip = trip = RoundTrip(common, self._device)
-        # Norms are computed on the device, and without overlap updates begin when all of their gradients are there.
-        in_planes = options.overlap and options.accumulate_on == "auto" and not self._verdicts.takes_norms
-        accumulation.begin_anew(
-            lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()),
-            PlaneSums(transfers, trip.await_update) if in_planes else None,
-        )
+        planes = plane_sums(options, self._verdicts.takes_norms, transfers, trip.await_update)
+        accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()), planes)
         self._blocks = Blocks(common, trip)
         self.reads = Reads(common, trip, self._blocks)
         self.uses = Uses(common, trip, self.reads, self._blocks)
@@ -152,8 +147,7 @@ class Engine:
         self._offload.heed(masters.import_written, masters.sample_freed)
         self._handover = Handover(common, trip)
         self._boundary = Boundary(common, self._handover, plans, gpu_room=gpu_room, host_free=host_free)
-        parts = self._device, masters, self._boundary
-        self._commit = Commit(common, trip, *parts, host=host, read_groups=read_groups)
+        self._commit = Commit(common, trip, self._device, masters, self._boundary, host=host, read_groups=read_groups)
         self.backward = Backward(common, trip, self._commit, self.reads)
 
     def start(self, plan: Plan) -> None:
@@ -253,7 +247,7 @@ class Engine:
     def drop_gradients(self) -> None:
         """Discard the sums of gradients. Raises `UsageError` if the step's updates have begun."""
         if self._health.failure is None and self._health.on(Event.DROP) is State.IDLE:
-            self._accumulation.drop()
+            self.backward.drop()
 
     def before_load(self, what: str) -> None:
         """Raise `UsageError` between a backward that updates and `step()`: in torch, the update comes after `what`."""

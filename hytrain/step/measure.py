@@ -198,14 +198,12 @@ class Meter:
         self._now.forward.append((lids, (arrived, self._clock.mark())))
 
     def restart(self) -> None:
-        """A forward begins. Discard the one before if no step followed it."""
-        if not self._is_stage:
-            self._clock.recycle(mark for _, mark in self._now.backward)
+        """A forward begins. Discard the one before if no backward followed it."""
+        if not self._now.backward and not self._is_stage:
             self._clock.recycle(mark for _, span in self._now.forward for mark in span)
             self._clock.recycle(mark for waited in self._now.waited.values() for mark in waited.marks())
             self._clock.recycle(self._now.turns)  # from a backward whose gradients were dropped
             self._clock.recycle(mark for _, span in (*self._now.gathers, *self._now.fetched) for mark in span)
-            self._now.backward.clear()
             self._now.gathers.clear()
             self._now.fetched.clear()
             self._now.waited.clear()
@@ -223,9 +221,13 @@ class Meter:
 
     def turn(self) -> None:
         """One of several backwards begins. Only the time before the first and after the last is measured."""
-        self._clock.recycle(mark for _, mark in self._now.backward)  # of one that may have been the last
-        self._now.backward.clear()
+        self.drop_backward()
         self._now.turns.append(self._clock.mark())
+
+    def drop_backward(self) -> None:
+        """What may have been the step's last backward was not."""
+        self._clock.recycle(mark for _, mark in self._now.backward)
+        self._now.backward.clear()
 
     def backward(self, lid: int) -> None:
         now = self._now

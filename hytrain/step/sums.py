@@ -177,8 +177,6 @@ class PlaneSums(HostSums):
     def put(self, parameter: TrainedParameter, total: Tensor) -> None:
         self._await_update(parameter)
         super().put(parameter, total)
-        for layer, _ in parameter.places:
-            layer.left = self._left[parameter][1]
 
     def is_in_place(self, parameter: TrainedParameter) -> bool:
         """Whether the parameter's update can read its sum where it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,12 +18,13 @@ from helpers import (
     late_weights,
     same,
     same_as_torch,
+    same_bits,
     seed,
     train,
     wait_for_coordinator,
     weights,
 )
-from small_models import perceptron, square_loss
+from small_models import perceptron, square_loss, vectors
 from torch import Tensor, nn
 
 import hytrain
@@ -313,3 +315,28 @@ def test_ranks_that_wait_for_the_norm_do_not_learn() -> None:
     options = Options.of(ADAMW, {"max_grad_norm": 1.0})
     assert [options.updates_on(ranks) for ranks in (1, 2)] == ["auto", "backward"]
     assert Options.of(ADAMW, {}).updates_on(2) == "auto"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["plain", "clips", "sums", "evaluates", "logs_weights", "steps_twice"])
+def test_the_bits_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever updates, wherever gradients wait, and however far the device is behind the loop."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(32, 1 << 16), nn.Tanh(), nn.Linear(1 << 16, 32)) for _ in range(6)]
+        return nn.Sequential(*layers).to("cuda", torch.bfloat16)
+
+    def loss_of(model: nn.Module, number: int) -> Tensor:
+        x = vectors(number, dtype=torch.bfloat16).to("cuda")
+        loss: Tensor = (model(x) - x.sin()).float().square().mean()
+        return loss
+
+    def run(model: nn.Module, opt: Any) -> None:
+        for number in range(6):
+            LOOPS[name][1](model, opt, number)
+
+    monkeypatch.setattr(sys.modules[__name__], "square_loss", loss_of)
+    places = [{"k": k, "accumulate_on": place} for k in (0.0, 0.5) for place in ("auto", "host", "device")]
+    choices = [{"updates": "step", **place} for place in ({"k": 1.0}, *places, {"policy": "random"})]
+    same_bits(run, make, *choices, {"updates": "auto"}, *([{"updates": "backward"}] if name == "plain" else []))
