@@ -312,7 +312,7 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     for name, a in one.items():
         b = other[name]
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-        unequal = int((bits(a) != bits(b)).sum())
+        unequal = int((bits(a.cpu()) != bits(b.cpu())).sum())
         if unequal:
             found.append(f"{name}: {unequal} of {a.numel()}")
     return found
