@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -228,12 +228,12 @@ class Accumulation:
         total = self._sum_of(parameter)
         return total is not None and total.sums is self._planes and self._planes.is_in_place(parameter)
 
-    def leave_planes(self) -> None:
+    def leave_planes(self, parameters: Iterable[TrainedParameter]) -> None:
         """Layers are about to leave the CPU: bring what is left in planes to where other sums are."""
-        for parameter in [] if self._planes is None else self._planes.waiting():
-            if (total := self._sum_of(parameter)) is None:
-                self._forget(parameter)
-            else:
+        self.end_step()
+        for parameter in parameters:
+            total = self._sum_of(parameter)
+            if total is not None and total.sums is self._planes:
                 value, total.sums = total.take(), self._chosen_sums()
                 total.sums.put(parameter, value)
 

@@ -142,6 +142,7 @@ def gan_with_one_loss_each(make: Any) -> Found:
     for step in range(STEPS):
         fake = generator(noise(step, BATCH, 16))
         seen.append(update(of_d, sum(real_and_false(critic, noise(100 + step), fake.detach()))))  # type: ignore[arg-type]
+        of_d.zero_grad()
         seen.append(update(of_g, real_and_false(critic, fake, fake)[0]))
     return seen, [generator, critic]
 
