@@ -44,6 +44,7 @@ from hytrain.run.seats import Seat
 from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.activations import Activations
+from hytrain.step.check import SelfCheck
 from hytrain.step.engine import Engine
 from hytrain.step.offload import window_bytes
 from hytrain.tensors import count_write, flat, has_memory, keeping_versions, local, version, with_memory
@@ -74,6 +75,7 @@ class Site:
     device: torch.device
     memory: GpuMemory
     accumulation: Accumulation
+    check: SelfCheck | None
     first: dict[nn.Parameter, Tensor]
 
     @property
@@ -193,6 +195,7 @@ class Build:
             host_free=self._host_free,
             hold_bytes=self._hold_bytes,
             accumulation=site.accumulation,
+            check=site.check,
             options=options,
             ranks=site.ranks,
             counted=self._counted,

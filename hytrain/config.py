@@ -37,6 +37,7 @@ class ClusterConfig(BaseModel):
     keep_runs: int = Field(default=50, ge=1)  # how many runs keep their folders in ~/.local/state/hytrain/runs
     replan_every: int = Field(default=4, ge=1)  # steps between two decisions of the planner
     trace: bool = False  # whether the processes write the timeline, `trace.json`
+    check: int = Field(default=0, ge=0)  # an optimizer's first steps that are compared with torch
     start_timeout_s: float = Field(default=120.0, gt=0)  # time limit for the start of each process
     hang_timeout_s: float = Field(default=600.0, gt=0)  # how long a process may not answer before the run ends
 

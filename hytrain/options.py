@@ -53,6 +53,7 @@ class SharedOptions(TypedDict, total=False):
     host_memory_limit: int | None
     gpu_memory_limit: int | None
     trace: bool | None
+    check: int | None
     pipeline_group: ProcessGroup | None
     log_to: Sequence[str]
 
@@ -260,6 +261,14 @@ class Options:
     host_memory_limit: int | None = _option(None, "see below")
     gpu_memory_limit: int | None = _option(None, "see below")
     trace: bool | None = _option(None, "see below")
+    check: int | None = _option(
+        None,
+        "see below",
+        _checked(
+            lambda given: given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 0),
+            "{} is {!r}: a whole number of steps, from 0 on",
+        ),
+    )
     pipeline_group: ProcessGroup | None = _option(
         None, "the process group of a [pipeline's](several-gpus.md#pipelines) stages"
     )

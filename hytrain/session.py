@@ -44,6 +44,7 @@ from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat
 from hytrain.state import dicts
 from hytrain.step.accumulation import Accumulation
+from hytrain.step.check import SelfCheck
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
 from hytrain.step.timing import Timing
@@ -84,6 +85,7 @@ class Session:
         self.layers: list[TrainedLayer] = []
         self._engine: Engine | None = None
         self._numbers = StepNumbers()
+        self._check = SelfCheck(config.check, options, groups) if config.check else None
         self._others: list[TensorWeakRef] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
@@ -92,7 +94,17 @@ class Session:
         self._cluster = self._place.cluster
         self.memory.limit = self._cluster.gpu_memory_limit
         self._site = site = Site(
-            weakref.ref(model), options, groups, ranks, stage, self._place, device, self.memory, self.accumulation, {}
+            weakref.ref(model),
+            options,
+            groups,
+            ranks,
+            stage,
+            self._place,
+            device,
+            self.memory,
+            self.accumulation,
+            self._check,
+            {},
         )
         with contextlib.ExitStack() as undo:  # what a start that fails has done, down to the model
             undo.callback(self._place.close)
@@ -275,6 +287,8 @@ class Session:
             threading.Thread(target=self.close, name="hytrain-close").start()
             return
         self._closed = True
+        if self._check is not None:
+            self._check.close()
         try:
             self._leave()
             self._others.clear()

@@ -41,6 +41,7 @@ from hytrain.step.autograd import in_backward
 from hytrain.step.backward import Backward
 from hytrain.step.blocks import Blocks
 from hytrain.step.boundary import Boundary
+from hytrain.step.check import CheckedTrip, SelfCheck
 from hytrain.step.commit import Commit
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
@@ -98,6 +99,7 @@ class Engine:
         counted: Set[int],
         trace: TraceWriter,
         activations: Activations | None = None,
+        check: SelfCheck | None = None,
         blocks: Sequence[OffloadedBlock] = (),
         is_stage: bool = False,
         updater: str = "the optimizer process",
@@ -105,8 +107,7 @@ class Engine:
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
         self._activations, self._accumulation = activations, accumulation
-        self._steps_before = 0
-        self._is_asked_to_save = False
+        self._steps_before, self._is_asked_to_save = 0, False
         self._lending: Lending | None = None  # once weights were lent
         #: Asked when the model is entered between steps: whether another engine has taken over.
         self.renew: Callable[[], bool] = lambda: False
@@ -136,8 +137,8 @@ class Engine:
             overlap=options.overlap,
             is_stage=is_stage,
         )
-        self._device = DeviceUpdates(common, host)
-        self._trip = trip = RoundTrip(common, self._device)
+        self._device = device = DeviceUpdates(common, host)
+        self._trip = trip = RoundTrip(common, device) if check is None else CheckedTrip(common, device, check)
         planes = plane_sums(options, self._verdicts.takes_norms, transfers, trip.await_update)
         accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()), planes)
         self._blocks = Blocks(common, trip)
@@ -194,14 +195,14 @@ class Engine:
         self.backward.begin_summed(by_step=True)
         if not self._commit.commit():
             return
-        life = self._health.life
+        life, ended = self._health.life, self._health.life.step
         with self._health.undivided("the update of layers"):
-            ended = life.step
             life.on(Event.STEP)
             self._accumulation.end_step()
             self._offload.end_step()
             if self._verdicts.loss_scale is not None:
                 self._verdicts.loss_scale.end_step()
+        self._trip.end_step()
         self._boundary.report(ended, self.steps)
         self._visits.lent_bytes = self._offload.for_visits_bytes  # from the next step on
         if (positions := self.reads.learned_order()) is not None:

@@ -104,6 +104,9 @@ class RoundTrip:
         self._meter.span("d2h_s", layer.lid, step, leaving.span)
         self._link.post("optimizer", Departure(layer, step, counts, norm), after=leaving)
 
+    def end_step(self) -> None:
+        """All updates of a step were sent, or made: `check` compares them."""
+
     # ------------------------------------------------------------ and back: the link's threads
 
     def on_departure(self, draft: Draft) -> Message:

@@ -149,7 +149,8 @@ class SharedRun:
 
     def place(self, config: ClusterConfig, run_dir: Path) -> Guest | None:
         """A place in it for whoever asks for such a run and no other folder; None if there is none."""
-        wanted = config.model_copy(update={"run_dir": self.config.run_dir, "replan_every": self.config.replan_every})
+        own = {name: getattr(self.config, name) for name in ("run_dir", "replan_every", "check")}  # whatever is asked
+        wanted = config.model_copy(update=own)
         if (wanted, config.run_dir, self._variables()) != (self.config, str(run_dir), self._environment):
             return None
         cluster = self._run.cluster

@@ -45,7 +45,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hytrain
 from hytrain.errors import HyTrainError, StaleReadError
-from hytrain.step import activations
+from hytrain.step import activations, check
 from hytrain.step.activations import Activations
 from workers.coordinate.records import LOG_PATIENCE_STEPS
 
@@ -715,3 +715,21 @@ def wrong_group() -> list[str]:
 def test_a_group_that_one_rank_refuses_is_added_on_none(two_ranks: RankGroup) -> None:
     [[said, same]] = zip(*two_ranks.run(wrong_group), strict=True)
     assert said == f"rank 1: {same}", "and all go on"
+
+
+def said_by_the_check(**options: Any) -> list[str]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "_say", lambda level, text: said.append(text))
+        model = plain()
+        with adamw(model, check=3, **options) as opt:
+            for step in range(4):
+                loss_of(model, step).backward()
+                opt.step()
+                opt.zero_grad()
+    return said
+
+
+def test_each_rank_checks_its_shards(two_ranks: RankGroup) -> None:
+    for [said] in two_ranks.run(said_by_the_check, k=0.5, max_grad_norm=0.5):
+        assert said.endswith("in 3 steps: the same bits as torch.optim.AdamW")

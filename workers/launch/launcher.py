@@ -5,6 +5,7 @@ hytrain-cluster script.py [argument …]            runs a user's own program as
 hytrain-cluster -m package.module [argument …]    the same, for a module
 hytrain-cluster --nproc-per-node N …              any of these on several ranks, through torchrun
 hytrain-cluster init [FILE]                       writes a recipe with every key
+hytrain-cluster check …                           any of these, and says whether the bits are torch's
 hytrain-cluster doctor                            says what this machine can train, and how fast
 (python -m workers.launch.launcher --attach PID)  starts coordinator and optimizers for running processes
 """
@@ -34,7 +35,9 @@ from workers.launch.torchrun import Job
 if TYPE_CHECKING:
     from hytrain.recipe.config import Recipe
 
-INIT, DOCTOR = "init", "doctor"
+INIT, DOCTOR, CHECK = "init", "doctor", "check"
+#: How many steps `check` compares, unless the environment says so.
+CHECKED_STEPS: Final = "3"
 #: Endings of files that are no programs, but may be meant as a recipe's data.
 DATA: Final = (".txt", ".md", ".json", ".jsonl", ".csv", ".parquet", ".xz", ".gz")
 #: What the first argument may be.
@@ -60,7 +63,7 @@ def _main(arguments: argparse.Namespace) -> int:
         return 1 if isinstance(error, ClusterError) else EXIT_USAGE
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str], before: argparse.Namespace | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hytrain-cluster",
         description="Train with the optimizer's state in host memory, at the speed of a GPU that could hold it.",
@@ -70,8 +73,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "program",
         nargs="?",
-        help='a recipe (.yaml), a Python program (.py), "init", which writes a recipe, or "doctor", which says what '
-        "this machine can train",
+        help='a recipe (.yaml), a Python program (.py), "init", which writes a recipe, "doctor", which says what this '
+        'machine can train, or "check" and a program, whose first steps are compared with torch',
     )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the program; the file of init")
     parser.add_argument(
@@ -81,7 +84,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--name", default="python", help=argparse.SUPPRESS)
     parser.add_argument("--config", default="{}", help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args(argv, before)
     if arguments.program is None and arguments.attach is None and not arguments.module:
         parser.error(f"name {PROGRAMS}")
     return arguments
@@ -113,6 +116,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return _run_program(["-m", *arguments.module], name, arguments)
     if arguments.program == INIT:
         return _init(arguments.arguments)
+    if arguments.program == CHECK:
+        os.environ.setdefault("HYTRAIN_CHECK", CHECKED_STEPS)
+        return _run(_parse(arguments.arguments, arguments))
     if arguments.program == DOCTOR:
         command = [sys.executable, "-P", "-m", "workers.watch.doctor", *arguments.arguments]
         os.execve(sys.executable, command, environment())
