@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from types import NoneType
@@ -222,7 +222,8 @@ class CudaTransfers:
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         if not copies:
             with torch.cuda.stream(self._out):
-                return self.so_far()
+                so_far = self.so_far()
+                return replace(so_far, span=(so_far.span[0], self.clock.mark()))  # each mark is recycled once
         into = (destination for destination, _ in copies)
         return self._copy(self._out, list(zip(into, sources, strict=True)), keep=sources)
 
