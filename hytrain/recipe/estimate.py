@@ -3,14 +3,10 @@
 The launcher prints it for `--dry-run`. The parameters are counted on the meta device, so the model's size does not
 matter.
 
-With AdamW:
-Bytes per parameter           owned by the CPU                          owned by the GPU
-    bf16 model    host 14 = 2 grads + 2 weights + 2 remainder + 8    GPU 2 weights + 10
-    fp16 model    host 16 = 2 grads + 2 weights + 4 remainder + 8    GPU 2 weights + 12
-    fp32 model    host 16 = 4 grads + 4 weights + 8                  GPU 4 weights + 8
-With either placement the weights are also on the GPU, once, unless they are offloaded. State that visits the GPU needs
-no grads in host memory, but a ring of slots on the GPU. Updates that may have to be undone need a second bank of the
-planes that they write: 12 more bytes in host memory. If there is no room for it, updates wait for the norm.
+docs/memory.md has the bytes per parameter. Whoever owns a layer, its weights are on the GPU once, unless they are
+offloaded. State that visits the GPU needs no grads in host memory, but a ring of slots on the GPU. Updates that may
+have to be undone need a second bank of the planes that they write: 12 more bytes in host memory. If there is no room
+for it, updates wait for the norm.
 """
 
 from __future__ import annotations

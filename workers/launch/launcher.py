@@ -1,13 +1,7 @@
 """The command `hytrain-cluster`. What it starts, `supervisor` supervises.
 
-hytrain-cluster RECIPE.yaml [--set a.b=v …]       trains a Hugging Face model on text
-hytrain-cluster script.py [argument …]            runs a user's own program as the trainer
-hytrain-cluster -m package.module [argument …]    the same, for a module
-hytrain-cluster --nproc-per-node N …              any of these on several ranks, through torchrun
-hytrain-cluster init [FILE]                       writes a recipe with every key
-hytrain-cluster check …                           any of these, and says whether the bits are torch's
-hytrain-cluster doctor                            says what this machine can train, and how fast
-(python -m workers.launch.launcher --attach PID)  starts coordinator and optimizers for running processes
+`--help` and docs/cluster.md have its commands. With `--attach PID`, `hytrain.run.cluster` has it start coordinator and
+optimizers for a plain script.
 """
 
 from __future__ import annotations

@@ -1,22 +1,8 @@
 """`hytrain-monitor`: watches a running run from outside, reports on runs, and lists and deletes their folders.
 
-    hytrain-monitor [RUN]                    a live table on a terminal, otherwise one line per step
-    hytrain-monitor [RUN] --once [--json]    the current status
-    hytrain-monitor [RUN] --follow [--json]  one line per step, until the run ends; with --on-stall CMD and
-                                             --on-divergence CMD, it runs a command when that happens
-    hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k; so do --set-threads,
-                                             --set-policy and --set-objective
-    hytrain-monitor [RUN] --trace N          draws the timeline of the next N steps into trace.json
-    hytrain-monitor [RUN] --checkpoint       saves a checkpoint after one of the next steps
-    hytrain-monitor [RUN …] --web [PORT]     a page in a browser that follows runs, and /metrics for Prometheus
-    hytrain-monitor trace RUN                what it waited for in its timeline's steps: see timeline.py
-    hytrain-monitor report RUN …             a page about runs, live or ended: see report.py
-    hytrain-monitor --list [FOLDER]          the runs in a folder, live and ended
-    hytrain-monitor --prune [FOLDER]         deletes the folders of ended runs, after a question or with --keep N
-
     hytrain.monitoring.Client ─ statuses ─▶ Observer: what the processes use ─▶ status_text, status_table
 
-A monitor cannot slow a run down: see `hytrain.monitoring`.
+`--help` and docs/monitoring.md have its commands. A monitor cannot slow a run down: see `hytrain.monitoring`.
 """
 
 from __future__ import annotations
