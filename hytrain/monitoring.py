@@ -29,7 +29,7 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.channel import Network, Outbox
 from protocol.messages import Status
-from protocol.metrics import parsed
+from protocol.metrics import records
 
 __all__ = ["Client", "LayerPlace", "Status", "find", "live_runs"]
 
@@ -166,13 +166,11 @@ class Client:
         """
         if points < 1:
             raise ValueError(f"{points} points, not 1 or more")
-        records = []
+        found = list[dict[str, Any]]()
         with suppress(FileNotFoundError):  # before the first step
-            for line in _end_of(Path(self.run.run_dir, "metrics.jsonl"), HISTORY_BYTES):
-                with suppress(ValueError):  # cut off
-                    records.append(parsed(line))
-        points = min(points, len(records))
-        return [records[(index + 1) * len(records) // points - 1] for index in range(points)]
+            found += records(_end_of(Path(self.run.run_dir, "metrics.jsonl"), HISTORY_BYTES))
+        points = min(points, len(found))
+        return [found[(index + 1) * len(found) // points - 1] for index in range(points)]
 
     def layers(self) -> list[LayerPlace]:
         """The layers of the first rank of this machine by ID, as they are placed now; none if no trainer has joined.

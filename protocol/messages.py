@@ -573,14 +573,10 @@ class TrainerReport(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuUpdate:
-    """One layer's update by the optimizer process.
-
-    `update_s`: the time of its tiles, including messages handled between them. `queued_s`: GradReady to WeightsReady.
-    """
+    """One layer's update by the optimizer process: the time of its tiles, with messages handled between them."""
 
     lid: int
     update_s: float
-    queued_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from hytrain.config import home
 from hytrain.errors import ConfigError
-from protocol.metrics import parsed
+from protocol.metrics import records
 
 LOCK: Final = ".lock"
 #: How long after locking a folder its owner may take to write the name of its job into the lock.
@@ -192,14 +192,14 @@ def look(folder: Path) -> Run:
         for name in names:
             with suppress(FileNotFoundError):  # a live run removes temporary files
                 files.append(os.lstat(Path(above, name)))
-    records = _last_records(folder / "metrics.jsonl")
+    last = _last_records(folder / "metrics.jsonl")
     of_run = {LOCK, *(path.name for pattern in CONTENTS for path in folder.glob(pattern))}
     return Run(
         folder=folder,
         live=_is_locked(folder),
         own={path.name for path in folder.iterdir()} <= of_run,
-        steps=next((record["step"] for record in records if "step" in record), None),
-        loss=next((record["loss"] for record in records if record.get("loss") is not None), None),
+        steps=next((record["step"] for record in last if "step" in record), None),
+        loss=next((record["loss"] for record in last if record.get("loss") is not None), None),
         at_s=max(file.st_mtime for file in files),
         nbytes=sum(file.st_blocks * 512 for file in files),
     )
@@ -247,13 +247,10 @@ def _is_locked(folder: Path) -> bool:
 
 def _last_records(metrics: Path) -> list[dict[str, Any]]:
     """The last records of a run, the newest first."""
-    records = []
     with suppress(OSError), metrics.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-        for line in reversed(file.read(TAIL_BYTES).splitlines()):
-            with suppress(ValueError):  # cut off at its beginning, or by a crash
-                records.append(parsed(line))
-    return records
+        return list(records(reversed(file.read(TAIL_BYTES).splitlines())))
+    return []
 
 
 def metrics_file(folder: Path, rank: int) -> Path:
@@ -269,11 +266,7 @@ def recent_records(metrics: Path, steps: int, plans: int) -> list[dict[str, Any]
             if len(last) == steps and b'"reason": "' in last[0]:
                 planned.append(last[0])
             last.append(line)
-    records = []
-    for line in (*planned, *last):
-        with suppress(ValueError):  # cut off by a crash
-            records.append(parsed(line))
-    return records
+    return list(records((*planned, *last)))
 
 
 def last_step(folder: Path) -> int:

@@ -11,8 +11,6 @@ that was seen.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +25,7 @@ from hytrain.recipe.readout import Readout
 from hytrain.recipe.task import Task
 from hytrain.recipe.validation import Validation
 from hytrain.trackers import Trackers
+from protocol.metrics import records
 
 
 @dataclass(slots=True)
@@ -43,9 +42,8 @@ class History:
         if not (until and metrics.is_file()):
             return history
         with metrics.open() as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError):  # a line that a crash has cut off
-                    history._add(json.loads(line), until)
+            for record in records(lines):
+                history._add(record, until)
         return history
 
     def _add(self, record: dict[str, Any], until: int) -> None:

@@ -25,7 +25,7 @@ from hytrain.kernels.backend import Backend, Elements, Into
 from hytrain.kernels.scalars import Scalars
 from hytrain.memory.arena import HostArena, refuse_arena, send_arena
 from protocol.address import Address
-from protocol.handles import BANKED_PLANES, TensorHandle, bank_plane, layout
+from protocol.handles import BANKED_PLANES, DTYPE_BYTES, TensorHandle, bank_plane, layout
 from protocol.messages import Layer, Segment
 from protocol.rules import MOMENTS, ON_DEVICE
 
@@ -47,7 +47,7 @@ class SegmentPlanes:
     @classmethod
     def of(cls, arena: HostArena, index: int, segment: Segment) -> SegmentPlanes:
         def place(handle: TensorHandle | None) -> Place:
-            return (0, 0) if handle is None else (arena.address_of(handle), handle.nbytes // handle.numel)
+            return (0, 0) if handle is None else (arena.address + handle.offset, DTYPE_BYTES[handle.dtype])
 
         handles = arena.layout.handles
         banks = [
