@@ -7,12 +7,13 @@ import math
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hytrain.kernels.backend import Operands
 from hytrain.kernels.scalars import TYPICAL, scalars
 from hytrain.memory.arena import receive_arena
 from hytrain.run import trace
@@ -52,8 +53,8 @@ class Backend:
     def touch(self, address: int, nbytes: int) -> None:
         self.touched.append((address, nbytes))
 
-    def update(self, **planes: Any) -> None:
-        self.updated.append(planes)
+    def update(self, of: Operands) -> None:
+        self.updated.append({field.name: getattr(of, field.name) for field in fields(of)})
         self.now_s += self.work_s
 
 
@@ -260,9 +261,9 @@ def test_the_rate_is_the_median_pass_after_a_warm_up(
     monkeypatch.setattr(update_rate, "BUDGET_S", 100.0)
     passes, update = iter(passes_s), clocked.update
 
-    def timed(**planes: Any) -> None:
+    def timed(of: Operands) -> None:
         clocked.work_s = next(passes)
-        update(**planes)
+        update(of)
 
     monkeypatch.setattr(clocked, "update", timed)
     assert seconds_per_parameter(clocked, [layer(0, 1000)]) == pytest.approx(rate_s / 1000)
