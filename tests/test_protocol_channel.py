@@ -247,7 +247,7 @@ def test_the_feed_drops_what_is_no_status(folder: str, dropped: pytest.LogCaptur
     ):
         publisher, subscriber = theirs.publisher(), ours.subscriber()
         while "wrong run token" not in dropped.text:  # the subscription takes a moment to arrive
-            publisher.publish(StatusRequest())
+            publisher.send(StatusRequest())
             assert subscriber.receive(0.01) is None
 
 
@@ -346,14 +346,14 @@ def test_a_monitor_that_stalls_holds_nobody_up(network: Network) -> None:
     """It loses frames, and reads on later."""
     publisher, stalled = network.publisher(), network.subscriber()
     while stalled.receive(0.01) is None:  # the subscription takes a moment to arrive
-        publisher.publish(status("hello"))
+        publisher.send(status("hello"))
     rounds = 20 * MONITOR_HIGH_WATER_MARK
     for number in range(rounds):
-        publisher.publish(status(str(number) + "x" * 20_000))
+        publisher.send(status(str(number) + "x" * 20_000))
     kept = 0
     while (frame := stalled.receive(0.01)) != status("last"):
         kept += frame is not None
-        publisher.publish(status("last"))  # of which those are lost that come while it is still behind
+        publisher.send(status("last"))  # of which those are lost that come while it is still behind
     assert 0 < kept < rounds
 
 

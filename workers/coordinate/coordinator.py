@@ -326,7 +326,7 @@ class Coordinator:
             case Write() | Amend():
                 self._metrics.write(command)
             case Publish(status):
-                self._publisher.publish(status)
+                self._publisher.send(status)
                 self._nodes.publish(status)
             case Note(text):
                 _log.info("%s", text)

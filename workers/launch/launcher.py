@@ -40,13 +40,7 @@ PROGRAMS: Final = "a recipe (.yaml), a Python program (.py) or -m and a module"
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status of the first process that failed, or 2 for bad input."""
     try:
-        return _main(_parse(sys.argv[1:] if argv is None else argv))
-    finally:
-        drain()
-
-
-def _main(arguments: argparse.Namespace) -> int:
-    try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
         if arguments.attach is not None:
             config = ClusterConfig(**json.loads(arguments.config))
             return _attach(arguments.attach, arguments.name, config, arguments.ranks)
@@ -54,6 +48,8 @@ def _main(arguments: argparse.Namespace) -> int:
     except (ClusterError, ConfigError, FileNotFoundError) as error:
         say(f"hytrain-cluster: {error}")
         return 1 if isinstance(error, ClusterError) else EXIT_USAGE
+    finally:
+        drain()
 
 
 def _parse(argv: Sequence[str], before: argparse.Namespace | None = None) -> argparse.Namespace:
