@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +48,7 @@ from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.saved import latest
 from hytrain.state import manifest, tensor_file
+from hytrain.statistics import Statistics
 from protocol.metrics import BY_NAME
 from workers.train import trainer
 
@@ -56,12 +56,6 @@ DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, **DROPOUT}
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", "max_position_embeddings": 32, **SIZES}
-
-
-@dataclass
-class Statistics:
-    k: float = 0.25
-    stall_s: float = 0.001
 
 
 class StandIn(torch.optim.AdamW):
@@ -88,7 +82,7 @@ class StandIn(torch.optim.AdamW):
         self.records.append((step, numbers))
 
     def statistics(self) -> Statistics:
-        return Statistics()
+        return Statistics(k=0.25, stall_s=0.001)
 
     def async_save(self, folder: Path) -> Future[None]:
         folder.mkdir()

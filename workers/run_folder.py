@@ -13,8 +13,10 @@ import shutil
 import socket
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,18 +65,14 @@ def create(run_name: str, keep_runs: int) -> Path:
 
     Raises `ConfigError` if it cannot be written to.
     """
-    number, folder = 1, default() / run_name
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
+        default().mkdir(parents=True, exist_ok=True)
+        for folder in _numbered(default() / run_name):
+            with suppress(FileExistsError):
                 folder.mkdir()
                 break
-            except FileExistsError:
-                number += 1
-                folder = default() / f"{run_name}-{number}"
     except OSError as error:
-        raise ConfigError(unwritable(folder, error)) from None
+        raise ConfigError(unwritable(default() / run_name, error)) from None
     claim(folder)
     if len(_folders(default())) > keep_runs:
         for run in find(default())[keep_runs:]:
@@ -99,11 +97,13 @@ def claim_or_beside(folder: Path) -> Path:
 
     Raises `ConfigError` if it cannot be written to.
     """
-    number, free = 1, folder
-    while _lock(free) is None:
-        number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free
+    return next(free for free in _numbered(folder) if _lock(free) is not None)
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    """It, then NAME-2, NAME-3, … next to it."""
+    yield folder
+    yield from (folder.with_name(f"{folder.name}-{number}") for number in count(2))
 
 
 def claim_for_node(folder: Path, job: str) -> Path:
@@ -279,9 +279,8 @@ def set_aside(folder: Path) -> Path | None:
     left = [path for pattern in CONTENTS for path in folder.glob(pattern)]
     if not any(path.name in ("metrics.jsonl", "checkpoints") for path in left):
         return None
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
+    places = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
+    aside = next(place for place in places if not place.exists())
     aside.mkdir()
     for path in left:
         path.rename(aside / path.name)

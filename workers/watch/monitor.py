@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return timeline.main(words[1:])
         arguments = _parse(words)
         if arguments.list:
-            return _list(arguments.run, as_json=arguments.json)
+            for line in _listing(_runs_in(arguments.run, or_live=True), time.time(), as_json=arguments.json):
+                print(line)
+            return 0
         if arguments.prune:
             return _prune(arguments.run, arguments.keep)
         if arguments.web is not None:
@@ -201,12 +203,6 @@ def _web_token(file: str | None) -> str:
 
 
 # ---------------------------------------------------------------- runs' folders
-
-
-def _list(where: str | None, *, as_json: bool) -> int:
-    for line in _listing(_runs_in(where, or_live=True), time.time(), as_json=as_json):
-        print(line)
-    return 0
 
 
 def _prune(where: str | None, keep: int | None) -> int:
