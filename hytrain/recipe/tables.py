@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
+from hytrain.extras import needed
 from hytrain.recipe.text import TABLE_SUFFIXES, content, suffix
 
 Row = dict[str, Any]
@@ -73,11 +74,9 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
-    try:
+    with needed(str(file), "hytrain[data]"):
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise _missing(file) from None
     number = 0
     try:
         with ParquetFile(file) as table:
@@ -90,17 +89,11 @@ def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, Row]]:
-    try:
+    with needed(str(folder), "hytrain[data]"):
         from datasets import load_from_disk
-    except ImportError:
-        raise _missing(folder) from None
     try:
         table = load_from_disk(str(folder))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"The dataset in {folder} can't be read: {str(error).splitlines()[0]}") from None
     for number, row in enumerate(table, 1):
         yield f"{folder}, row {number},", dict(row)
-
-
-def _missing(path: Path) -> ConfigError:
-    return ConfigError(f"{path} needs the libraries of an extra: python -m pip install 'hytrain[data]'.")

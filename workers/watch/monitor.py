@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from hytrain.errors import ClusterTimeout, ConfigError
+from hytrain.extras import needed
 from hytrain.monitoring import ANSWER_S, LOOK_S, Client, find, live_runs
 from hytrain.readable import age
 from protocol import messages as m
@@ -153,12 +154,8 @@ def _run(client: Client, arguments: argparse.Namespace) -> int:
 
 def _table(snapshot: Snapshot) -> str:
     """Raises `ConfigError` without rich."""
-    try:
+    with needed("the table, without which --json and --follow work,", "hytrain[monitor]"):
         from workers.watch.status_table import as_text
-    except ImportError:
-        raise ConfigError(
-            "the table needs rich: python -m pip install 'hytrain[monitor]'; --json and --follow work without it"
-        ) from None
     return as_text(snapshot)
 
 
@@ -303,12 +300,8 @@ def _follow(
 
 def _watch(client: Client) -> int:
     """Show the live view on the terminal, until the user leaves it. Returns the exit status."""
-    try:
+    with needed("the live view, without which --follow works,", "hytrain[monitor]"):
         from workers.watch.screen import Screen
-    except ImportError:
-        raise ConfigError(
-            "the live view needs textual: python -m pip install 'hytrain[monitor]'; --follow works without it"
-        ) from None
 
     def send(command: m.Command) -> m.CommandReply:
         with Client(client.run) as other:  # a connection is for one thread
