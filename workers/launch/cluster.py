@@ -56,7 +56,10 @@ class RunningCluster:
     def start(self) -> None:
         """Start all. Raises `ClusterError` if one does not become ready, `ConfigError` for impossible cores."""
         trace.clear(self._run_dir)
-        self.socket_dir = _socket_folder()
+        try:
+            self.socket_dir = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary()))
+        except OSError as error:
+            raise ConfigError(f"there is no place for sockets: {error}; set another TMPDIR") from None
         affinity.choose(self._config.cores, self._config.threads, ranks=self._ranks)  # impossible cores are bad input
         token = secrets.token_hex(16)
         token_path = self.socket_dir / "token"
@@ -172,11 +175,3 @@ class RunningCluster:
                 say(f"hytrain-cluster: no timeline: {error}")
         if self.socket_dir != Path():
             shutil.rmtree(self.socket_dir, ignore_errors=True)
-
-
-def _socket_folder() -> Path:
-    """A new folder that only this user can enter. Raises `ConfigError`."""
-    try:
-        return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary()))
-    except OSError as error:
-        raise ConfigError(f"there is no place for sockets: {error}; set another TMPDIR") from None
