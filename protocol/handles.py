@@ -1,19 +1,8 @@
 """The layout of a layer's arrays in its arena, and the check of an arena that arrives.
 
-An arena is a shared-memory file that contains the planes of one layer, one after the other. Both processes compute the
-layout from the layer table. A message therefore only has the layer ID and a size, which must match the layout:
-
-    arena of layer l
-    | grads | weights | remainder | moments … |                 each plane starts on a page
-      └ segment 0 | segment 1 | …                               each segment on 128 elements
-
-The moments are those of the rule that updates a segment: AdamW has `exp_avg` and `exp_avg_sq`. A plane that no segment
-has takes no bytes.
-
-If updates may have to be undone, the planes that they write exist twice: in bank 0 and in bank 1, whose planes have a
-prime. `messages.WeightsReady` says for each update which bank of each segment is current.
-
-    | grads | weights | weights' | remainder | moments … | remainder' | moments' … |
+An arena is a shared-memory file that contains the planes of one layer, one after the other, in one bank or in two:
+docs/architecture.md draws it. Both processes compute the layout from the layer table. A message therefore only has the
+layer ID and a size, which must match the layout.
 
 Trainer and optimizer map all or part of an arena. Sizes are in bytes, and offsets count from the arena's start.
 """
