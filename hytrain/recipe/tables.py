@@ -12,7 +12,7 @@ from typing import Any
 
 from hytrain.errors import ConfigError
 from hytrain.extras import needed
-from hytrain.recipe.text import TABLE_SUFFIXES, content, suffix
+from hytrain.recipe.text import TABLE_SUFFIXES, content, files, suffix
 
 Row = dict[str, Any]
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"  # written by `Dataset.save_to_disk`, and by a DatasetDict's
@@ -32,7 +32,7 @@ def rows(paths: Sequence[Path]) -> Iterator[tuple[str, Row]]:
         if (path / SAVED).is_file():
             yield from _saved(path)
         else:
-            for file in _files(path):
+            for file in _tables(path):
                 yield from _parquet(file) if suffix(file) == ".parquet" else _json_lines(file)
 
 
@@ -45,18 +45,11 @@ def column(paths: Sequence[Path], name: str) -> Iterator[bytes]:
         yield row[name].encode()
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _tables(path: Path) -> list[Path]:
     kinds = " or ".join(sorted(TABLE_SUFFIXES))
-    if path.is_file() and suffix(path) not in TABLE_SUFFIXES:
-        raise ConfigError(
-            f"The data file {path} has no rows that can be read, because its name does not end in {kinds}."
-        )
-    if not path.exists():
-        raise ConfigError(f"The data file {path} does not exist; correct data.paths.")
-    files = [path] if path.is_file() else [p for p in sorted(path.rglob("*")) if suffix(p) in TABLE_SUFFIXES]
-    if not files:
-        raise ConfigError(f"The data folder {path} holds no rows: no file that ends in {kinds}, no saved dataset.")
-    yield from files
+    wrong = f"has no rows that can be read, because its name does not end in {kinds}."
+    empty = f"holds no rows: no file that ends in {kinds}, no saved dataset."
+    return files(path, lambda file: suffix(file) in TABLE_SUFFIXES, wrong, empty)
 
 
 def _json_lines(file: Path) -> Iterator[tuple[str, Row]]:
