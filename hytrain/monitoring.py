@@ -27,7 +27,7 @@ from hytrain.run.seats import FOLDER_PREFIX, temporary
 from hytrain.run.trace import FILE, identity
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
-from protocol.channel import Network, Outbox
+from protocol.channel import Network, Outbox, Subscriber
 from protocol.messages import Status
 from protocol.metrics import records
 
@@ -96,7 +96,7 @@ class Client:
         except ProcessLookupError:
             raise ConfigError(f"the run {self.run.run_name} has ended") from None
         self._network = Network(self.run.socket_dir, token=self.run.token, address=Address("monitor", os.getpid()))
-        self._feed = self._network.subscriber()
+        self._feed = Subscriber(self._network)
         self._outbox = self._connected()
 
     def close(self) -> None:

@@ -317,12 +317,6 @@ class Network:
         """Connect to an inbox, given its owner's address or its name. The default `name` is the process's."""
         return Outbox(self, to, linger_s, name or self.name)
 
-    def publisher(self) -> Publisher:
-        return Publisher(self)
-
-    def subscriber(self) -> Subscriber:
-        return Subscriber(self)
-
     def leave(self, sockets: Iterable[_Socket]) -> None:
         """A thread ends, and closes its own sockets; the last one closes the context, too, as `close` does."""
         sockets = list(sockets)
