@@ -32,7 +32,7 @@ from typing import Any, Final
 
 from benchmarks import host
 from benchmarks.columns import markdown, number
-from hytrain.kernels.backend import Backend, Into
+from hytrain.kernels.backend import Backend, Into, Operands
 from hytrain.kernels.build import build, find_compiler
 from hytrain.kernels.choice import load
 from hytrain.kernels.scalars import scalars
@@ -201,7 +201,7 @@ class Planes:
         self.base, self.itemsize = dict[str, int](), dict[str, int]()
         for plane in PLANES:
             if handle := self.arena.layout.handles[plane][0]:
-                self.base[plane] = self.arena.address_of(handle)
+                self.base[plane] = self.arena.address + handle.offset
                 self.itemsize[plane] = DTYPE_BYTES[handle.dtype]
                 _fill(self.base[plane], handle.nbytes, _pattern(plane, handle.dtype))
 
@@ -219,7 +219,7 @@ class Planes:
         """Those of the second bank."""
         handles = {plane: self.arena.layout.handles[bank_plane(plane, 1)][0] for plane in BANKED_PLANES}
         starts = {plane: start * self.itemsize.get(plane, 0) for plane in handles}
-        at = {plane: self.arena.address_of(each) + starts[plane] if each else 0 for plane, each in handles.items()}
+        at = {plane: self.arena.address + each.offset + starts[plane] if each else 0 for plane, each in handles.items()}
         moments = tuple(at[plane] for plane in MOMENTS["adamw"])
         return Into(weights=at["weights"], remainder=at["remainder"], moments=moments)
 
@@ -242,7 +242,7 @@ class Planes:
         def run(start: int, count: int) -> None:
             into = {"into": self.second(start)} if banked else {}
             dtypes = {"weights_dtype": self.dtype, "grads_dtype": self.dtype}
-            backend.update(**self.arguments(start), **dtypes, **into, numel=count, scalars=SCALARS)
+            backend.update(Operands(**self.arguments(start), **dtypes, **into, numel=count, scalars=SCALARS))
 
         return self.case(system or backend.name, tile, threads, run)
 
@@ -328,7 +328,7 @@ def with_casts(backend: Backend, planes: Planes, tile: int, threads: int) -> Cas
     def run(start: int, count: int) -> None:
         scratch[:count].copy_(grads[start : start + count])
         addresses = planes.arguments(start) | {"grads": scratch.data_ptr()}
-        backend.update(**addresses, **dtypes, numel=count, scalars=SCALARS)
+        backend.update(Operands(**addresses, **dtypes, numel=count, scalars=SCALARS))
         weights[start : start + count].copy_(master[start : start + count])
 
     return planes.case(f"{backend.name} with casts", tile, threads, run, dtype="bfloat16", bytes_each=28)

@@ -118,6 +118,16 @@ def home() -> Path:
         ) from None
 
 
+def workers_environment() -> dict[str, str]:
+    """This process's environment, with HyTrain's packages importable from where this process imported them."""
+    others = {key: value for key, value in os.environ.items() if key != CLUSTER_VARIABLE}
+    paths = [
+        str(Path(__file__).resolve().parents[1]),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
+    return {**others, "PYTHONPATH": os.pathsep.join(paths)}
+
+
 def joined_cluster() -> str | None:
     """The socket folder of the cluster that started this process, or None."""
     return os.environ.get(CLUSTER_VARIABLE)

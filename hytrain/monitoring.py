@@ -27,9 +27,9 @@ from hytrain.run.seats import FOLDER_PREFIX, temporary
 from hytrain.run.trace import FILE, identity
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
-from protocol.channel import Network, Outbox
+from protocol.channel import Network, Outbox, Subscriber
 from protocol.messages import Status
-from protocol.metrics import parsed
+from protocol.metrics import records
 
 __all__ = ["Client", "LayerPlace", "Status", "find", "live_runs"]
 
@@ -96,7 +96,7 @@ class Client:
         except ProcessLookupError:
             raise ConfigError(f"the run {self.run.run_name} has ended") from None
         self._network = Network(self.run.socket_dir, token=self.run.token, address=Address("monitor", os.getpid()))
-        self._feed = self._network.subscriber()
+        self._feed = Subscriber(self._network)
         self._outbox = self._connected()
 
     def close(self) -> None:
@@ -166,13 +166,11 @@ class Client:
         """
         if points < 1:
             raise ValueError(f"{points} points, not 1 or more")
-        records = []
+        found = list[dict[str, Any]]()
         with suppress(FileNotFoundError):  # before the first step
-            for line in _end_of(Path(self.run.run_dir, "metrics.jsonl"), HISTORY_BYTES):
-                with suppress(ValueError):  # cut off
-                    records.append(parsed(line))
-        points = min(points, len(records))
-        return [records[(index + 1) * len(records) // points - 1] for index in range(points)]
+            found += records(_end_of(Path(self.run.run_dir, "metrics.jsonl"), HISTORY_BYTES))
+        points = min(points, len(found))
+        return [found[(index + 1) * len(found) // points - 1] for index in range(points)]
 
     def layers(self) -> list[LayerPlace]:
         """The layers of the first rank of this machine by ID, as they are placed now; none if no trainer has joined.

@@ -113,7 +113,15 @@ class _Socket:
     def _encode(self, message: Message, seq: int) -> bytes:
         return encode(message, token=self._network.token, sender=self._network.address, seq=seq)
 
-    def _send(self, message: Message) -> None:
+    def close(self) -> None:
+        self._socket.close(linger=int(self.linger_s * 1e3))
+
+
+class _Peer(_Socket):
+    """A socket whose other end is known."""
+
+    def send(self, message: Message) -> None:
+        """Send without waiting. Raises `PeerNotReading` if too much waits already."""
         frame = self._encode(message, self._seq)
         self._seq += 1
         try:
@@ -121,7 +129,8 @@ class _Socket:
         except zmq.Again:
             raise PeerNotReading(f"{self._where} does not read its messages") from None
 
-    def _receive(self, timeout_s: float) -> Message | None:
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next message, or None after `timeout_s` seconds."""
         ends_s = time.monotonic() + timeout_s
         while self._socket.poll(_left_ms(ends_s)):
             try:
@@ -129,9 +138,6 @@ class _Socket:
             except WireError as error:
                 _log.warning("dropped a message from %s: %s", self._where, error)
         return None
-
-    def close(self) -> None:
-        self._socket.close(linger=int(self.linger_s * 1e3))
 
 
 class Inbox(_Socket):
@@ -261,8 +267,8 @@ class Inbox(_Socket):
             raise WireError(f"{kind} of a process that is not part of this exchange")
 
 
-class Outbox(_Socket):
-    """This process's messages to one peer."""
+class Outbox(_Peer):
+    """This process's messages to one peer, and the replies on this connection (`Inbox.reply`)."""
 
     def __init__(self, network: Network, to: Address | str, linger_s: float, name: str) -> None:
         super().__init__(network, zmq.DEALER, str(to))
@@ -271,37 +277,22 @@ class Outbox(_Socket):
         self._socket.setsockopt(zmq.RCVHWM, REPLIES_HIGH_WATER_MARK)
         self._socket.connect(self._where)
 
-    def send(self, message: Message) -> None:
-        """Send without waiting. Raises `PeerNotReading` if the outbox is full."""
-        self._send(message)
 
-    def receive(self, timeout_s: float) -> Message | None:
-        """A reply on this connection (`Inbox.reply`), or None after `timeout_s` seconds."""
-        return self._receive(timeout_s)
-
-
-class Publisher(_Socket):
+class Publisher(_Peer):
     """The coordinator's feed to monitors. A monitor that does not read loses frames; nobody waits for it."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network, zmq.PUB, STATUS, high_water_mark=MONITOR_HIGH_WATER_MARK)
         self._socket.bind(self._where)
 
-    def publish(self, message: Message) -> None:
-        self._send(message)
 
-
-class Subscriber(_Socket):
+class Subscriber(_Peer):
     """A monitor's end of the feed."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network, zmq.SUB, STATUS, high_water_mark=MONITOR_HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.connect(self._where)
-
-    def receive(self, timeout_s: float) -> Message | None:
-        """The next message of the feed, or None after `timeout_s` seconds."""
-        return self._receive(timeout_s)
 
 
 class Network:
@@ -325,12 +316,6 @@ class Network:
     def outbox(self, to: Address | str, *, linger_s: float = 0.3, name: str | None = None) -> Outbox:
         """Connect to an inbox, given its owner's address or its name. The default `name` is the process's."""
         return Outbox(self, to, linger_s, name or self.name)
-
-    def publisher(self) -> Publisher:
-        return Publisher(self)
-
-    def subscriber(self) -> Subscriber:
-        return Subscriber(self)
 
     def leave(self, sockets: Iterable[_Socket]) -> None:
         """A thread ends, and closes its own sockets; the last one closes the context, too, as `close` does."""

@@ -1,19 +1,8 @@
-"""The layout of a layer's arrays in its arena, and the checks of every handle to them.
+"""The layout of a layer's arrays in its arena, and the check of an arena that arrives.
 
-An arena is a shared-memory file that contains the planes of one layer, one after the other. Both processes compute the
-layout from the layer table. A message therefore only has the layer ID and a size, which must match the layout:
-
-    arena of layer l
-    | grads | weights | remainder | moments … |                 each plane starts on a page
-      └ segment 0 | segment 1 | …                               each segment on 128 elements
-
-The moments are those of the rule that updates a segment: AdamW has `exp_avg` and `exp_avg_sq`. A plane that no segment
-has takes no bytes.
-
-If updates may have to be undone, the planes that they write exist twice: in bank 0 and in bank 1, whose planes have a
-prime. `messages.WeightsReady` says for each update which bank of each segment is current.
-
-    | grads | weights | weights' | remainder | moments … | remainder' | moments' … |
+An arena is a shared-memory file that contains the planes of one layer, one after the other, in one bank or in two:
+docs/architecture.md draws it. Both processes compute the layout from the layer table. A message therefore only has the
+layer ID and a size, which must match the layout.
 
 Trainer and optimizer map all or part of an arena. Sizes are in bytes, and offsets count from the arena's start.
 """
@@ -45,16 +34,12 @@ ALIGN_ELEMENTS: Final = 128
 
 
 class HandleError(ValueError):
-    """A handle that does not match the layer table: wrong size, bounds or dtype."""
+    """An arena that does not match the layer table."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorHandle:
-    """One segment's array in one plane: `numel` elements of `dtype`, `offset` bytes into the arena of layer `lid`."""
+class TensorHandle(NamedTuple):
+    """One segment's array in one plane: `numel` elements of `dtype`, `offset` bytes into the arena."""
 
-    lid: int
-    plane: str
-    segment: int
     offset: int
     numel: int
     dtype: str
@@ -145,14 +130,12 @@ def layout(layer: Layer, banks: int = 1) -> ArenaLayout:
     for plane in planes_of(banks):
         start = offset
         row: list[TensorHandle | None] = []
-        for index, segment in enumerate(layer.segments):
+        for segment in layer.segments:
             dtype = plane_dtype(plane, segment)
             if dtype is None:
                 row.append(None)
                 continue
-            row.append(
-                TensorHandle(lid=layer.lid, plane=plane, segment=index, offset=offset, numel=segment.numel, dtype=dtype)
-            )
+            row.append(TensorHandle(offset, segment.numel, dtype))
             offset += _round_up(segment.numel, ALIGN_ELEMENTS) * DTYPE_BYTES[dtype]
         offset = _round_up(offset, PAGE_BYTES)
         handles[plane], sizes[plane] = tuple(row), offset - start
@@ -170,17 +153,6 @@ def check_arena(expected: ArenaLayout, *, lid: int, nbytes: int, file_bytes: int
             f"arena of layer {lid}: {nbytes} bytes announced, {file_bytes} in the file, "
             f"{expected.nbytes} in the layer table"
         )
-
-
-def check_handle(handle: TensorHandle, expected: ArenaLayout) -> None:
-    """Raise `HandleError` unless `handle` is an array of the layer, with its dtype and within its bounds."""
-    if handle.lid != expected.lid or handle.plane not in expected.handles:
-        raise HandleError(f"no plane {handle.plane!r} of layer {handle.lid} in this arena")
-    row = expected.handles[handle.plane]
-    if not 0 <= handle.segment < len(row) or row[handle.segment] != handle:
-        raise HandleError(f"{handle} does not match the layer table: {row}")
-    if handle.offset < 0 or handle.offset + handle.nbytes > expected.nbytes:
-        raise HandleError(f"{handle} reaches beyond the arena's {expected.nbytes} bytes")
 
 
 def _round_up(value: int, multiple: int) -> int:

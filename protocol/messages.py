@@ -1,16 +1,4 @@
-"""All messages between the processes of a run. Data only; `codec` encodes and decodes them.
-
-    handshake   Hello -> Welcome -> Ready
-    layers      LayerTable -> Calibration -> PlanesReady -> TakeOver
-    a step      StepBegin -> GradReady ... -> (Verdict) -> WeightsReady ...
-    ownership   Plan -> PlanAck -> Reassign -> AllocatePlanes / TakeOver / GiveUp -> PlanApplied
-    watching    TrainerReport, OptimizerReport, SetThreads, SetMode, Log
-    monitors    StatusRequest -> Status, Command -> CommandReply
-    timeline    TraceNext -> TraceSteps -> Traced
-    checkpoints SaveCheckpoint
-    liveness    Ping -> Pong
-    machines    KeyRequest -> Key, Collect -> Collecting, ReportTo, NodeStatus
-    the end     Failure, SessionEnded, Goodbye
+"""All messages between the processes of a run, as docs/architecture.md tells them. `codec` encodes and decodes them.
 
 A message is named after a fact (`GradReady`) or an order (`Reassign`). Construction rejects values that are out of
 range, so every decoded message is in range. The receiver checks whether it fits the layer table. A message does not
@@ -585,14 +573,10 @@ class TrainerReport(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuUpdate:
-    """One layer's update by the optimizer process.
-
-    `update_s`: the time of its tiles, including messages handled between them. `queued_s`: GradReady to WeightsReady.
-    """
+    """One layer's update by the optimizer process: the time of its tiles, with messages handled between them."""
 
     lid: int
     update_s: float
-    queued_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,8 @@ here. A loop may log further numbers under names of its own.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -130,3 +132,10 @@ def parsed(line: bytes | str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{type(record).__name__} is no record")
     return {RENAMED[name] if name in RENAMED else name: value for name, value in record.items()}
+
+
+def records(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
+    """Those of lines, but for what a crash, or reading from the middle of a file, has cut off."""
+    for line in lines:
+        with suppress(ValueError):
+            yield parsed(line)

@@ -1,12 +1,5 @@
 """The placements of a layer: where its weights and its optimizer state rest, and who runs its update.
 
-    placement        weights   state   updated by
-    gpu              gpu       gpu     gpu
-    cpu              gpu       host    cpu
-    visit            gpu       host    gpu
-    cpu-offloaded    host      host    cpu
-    visit-offloaded  host      host    gpu
-
 Messages contain the name of each layer's placement, as `Places`. The planner chooses them, the trainer's planes
 implement them, and all other code looks names up here.
 """

@@ -3,13 +3,6 @@
 All that depends on the rule follows from this table: the planes of arenas and slots, their bytes, the planner's sizes,
 and what a checkpoint has. `hytrain.kernels` has the arithmetic of each rule, `hytrain.algorithms` its options.
 
-    rule            moments                bytes per parameter, in float32
-    adamw           exp_avg, exp_avg_sq    8
-    sgd             none                   0
-    sgd_momentum    momentum_buffer        4
-    lion            exp_avg                4
-    muon            momentum_buffer        4
-
 Muon orthogonalizes whole matrices, which takes a GPU: `ON_DEVICE` has the rules whose updates the trainer's device
 makes, and never the optimizer process.
 """

@@ -1,12 +1,6 @@
 """When state visits the GPU: the trainer makes the visits, and the coordinator simulates them by the same rules.
 
-    backward   3 ━━━━┳ 2 ━━━━┳ 1 ━━━━┳ 0 ━━━━┓                     gradients come faster than state
-    visits           └ 3 ━━━━━━━━━ 1 ━━━━━━━━━ 0 ━━━━━━━━━ 2 ━━━━━━━━━
-    forward                                              0 ━━━━ 1 ━━━━ 2 ━━━━ 3 ━━━━
-
-Forward needs the first layers first, and backward completes their gradients last. If visits kept the order of the
-gradients, forward would begin when the last visit is over. So some that would have to wait are put off until backward
-is over, and then go in forward order: the visits overlap with forward, too.
+Some visits are put off until backward is over, and then go in forward order: docs/architecture.md draws why.
 
 What waits for a visit has `hold_bytes` of the GPU's memory. At most half of that is for what is put off: gradients, and
 offloaded weights, which stay on the GPU until forward. Other offloaded weights stay there until their visit, and up to

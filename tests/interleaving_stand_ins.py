@@ -34,6 +34,7 @@ from interleaving_world import (
 from torch import Tensor
 
 from hytrain.errors import ClusterError
+from hytrain.kernels.backend import Operands
 from hytrain.memory import visits
 from hytrain.memory.arena import ArenaFile, receive_arena
 from hytrain.memory.clock import HostClock
@@ -229,8 +230,8 @@ class Device:
     def __init__(self, world: World, streams: Streams) -> None:
         self._world, self._streams = world, streams
 
-    def update(self, *, weights: int, grads: int, moments: tuple[int, ...], numel: int, **others: Any) -> None:
-        known, step = self._world.covering(weights), self._world.step()
+    def update(self, of: Operands) -> None:
+        known, step = self._world.covering(of.weights), self._world.step()
         self._world.kept += [known.layer.state(plane) for plane in STATE_PLANES]
 
         def update(gradient: Any, *planes: Any) -> None:
@@ -238,7 +239,7 @@ class Device:
             for plane in planes:
                 plane[:] = written_in(step)
 
-        for parts in zip(*(at(start, numel) for start in (grads, weights, *moments))):
+        for parts in zip(*(at(start, of.numel) for start in (of.grads, of.weights, *of.moments))):
             self._streams.current.run(partial(update, *parts))
 
 
@@ -387,12 +388,12 @@ class Host:
     def touch(self, start: int, nbytes: int) -> None:
         """A new arena is zeros."""
 
-    def update(
-        self, *, weights: int, grads: int, moments: tuple[int, ...], into: Any = None, numel: int, **others: Any
-    ) -> None:
+    def update(self, of: Operands) -> None:
         tile = self._run.session._queue.tile
-        [gradient], sources = at(grads, numel), [at(each, numel)[0] for each in (weights, *moments)]
-        targets = sources if into is None else [at(each, numel)[0] for each in (into.weights, *into.moments)]
+        [gradient], to = at(of.grads, of.numel), of.into or of
+        sources, targets = (
+            [at(each, of.numel)[0] for each in (planes.weights, *planes.moments)] for planes in (of, to)
+        )
         before = self._world.expected[tile.lid][tile.segment].before[tile.step]
         self._world.require_update(tile.step, before, gradient, *sources)
         for target in targets:

@@ -247,7 +247,7 @@ class Run:
             for layer in real.layers
         )
         updates = tuple(
-            m.CpuUpdate(lid=layer.lid, update_s=noisy(pace * crowding.cpu * layer.cpu_update_s), queued_s=0.0)
+            m.CpuUpdate(lid=layer.lid, update_s=noisy(pace * crowding.cpu * layer.cpu_update_s))
             for layer in real.layers
             if layer.lid in self.places.cpu
         )

@@ -75,7 +75,6 @@ def arena() -> Iterator[HostArena]:
 def write(arena: HostArena, plane: str, segment: int, data: bytes) -> None:
     handle = LAYOUT.handles[plane][segment]
     assert handle is not None
-    assert arena.address_of(handle) == arena.address + handle.offset
     os.pwrite(arena.descriptor, data, handle.offset)
 
 
@@ -146,10 +145,6 @@ def test_what_cannot_be_mapped(arena: HostArena, tmp_path: Path) -> None:
     for nbytes in (0, LAYOUT.nbytes - 1, LAYOUT.nbytes + 1):  # one that shrank would end its users with SIGBUS
         with pytest.raises(PermissionError):
             os.ftruncate(arena.descriptor, nbytes)
-    other = layout_of(lid=5).handles["weights"][0]
-    assert other is not None
-    with pytest.raises(HandleError, match="layer 5"):
-        arena.address_of(other)
     gc.collect()
     assert mapped_bytes() < before + 10 * HUGE_PAGE_BYTES, "nothing stays mapped"
 

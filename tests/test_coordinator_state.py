@@ -218,7 +218,7 @@ def report(step: int, gpu_lids: tuple[int, ...] = (), **changes: Any) -> m.Train
 
 
 def cpu_report(step: int, update_s: float, lids: Sequence[int] = (2, 3), threads: int = 4) -> m.OptimizerReport:
-    updates = tuple(m.CpuUpdate(lid=lid, update_s=update_s, queued_s=update_s) for lid in lids)
+    updates = tuple(m.CpuUpdate(lid=lid, update_s=update_s) for lid in lids)
     return m.OptimizerReport(step=step, threads=threads, busy_s=update_s * len(lids), updates=updates)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import _muon
 
 from hytrain.kernels import choice
+from hytrain.kernels.backend import Operands
 from hytrain.kernels.orthogonal import orthogonalized
 from hytrain.kernels.scalars import Scalars, muon_step, scalars
 from hytrain.kernels.split import join
@@ -193,12 +194,14 @@ def test_the_gpus_passes_have_the_bits_of_torchs_operators(kind: str) -> None:
                 gpu.update(**vars(there), grads=given.cuda(), scalars=numbers)
                 backend = choice.load("torch", 1)[0]
                 backend.update(
-                    **planes.addresses(),
-                    grads=given.data_ptr(),
-                    numel=spec.numel,
-                    weights_dtype=str(planes.weights.dtype).removeprefix("torch."),
-                    grads_dtype=str(given.dtype).removeprefix("torch."),
-                    scalars=numbers,
+                    Operands(
+                        **planes.addresses(),
+                        grads=given.data_ptr(),
+                        numel=spec.numel,
+                        weights_dtype=str(planes.weights.dtype).removeprefix("torch."),
+                        grads_dtype=str(given.dtype).removeprefix("torch."),
+                        scalars=numbers,
+                    )
                 )
                 for plane, expected in zip(there, planes, strict=True):
                     assert torch.equal(plane.cpu(), expected)

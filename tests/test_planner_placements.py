@@ -186,7 +186,7 @@ class Run:
         assert self.needed <= self.machine.cap, "out of memory"
         longer = real.crowding(places).cpu
         updates = tuple(
-            m.CpuUpdate(lid=lid, update_s=noisy(pace * longer * self.numel / self.machine.cpu) or 0.0, queued_s=0.0)
+            m.CpuUpdate(lid=lid, update_s=noisy(pace * longer * self.numel / self.machine.cpu) or 0.0)
             for lid in sorted(of_cpu)
         )
         busy_s = sum(update.update_s for update in updates)

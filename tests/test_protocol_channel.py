@@ -28,6 +28,8 @@ from protocol.channel import (
     Network,
     PeerDied,
     PeerNotReading,
+    Publisher,
+    Subscriber,
     endpoint,
 )
 from protocol.codec import MAX_FRAME_BYTES, MESSAGES, encode
@@ -245,9 +247,9 @@ def test_the_feed_drops_what_is_no_status(folder: str, dropped: pytest.LogCaptur
         Network(folder, token="other run", address=COORDINATOR) as theirs,
         Network(folder, token=TOKEN, address=MONITOR) as ours,
     ):
-        publisher, subscriber = theirs.publisher(), ours.subscriber()
+        publisher, subscriber = Publisher(theirs), Subscriber(ours)
         while "wrong run token" not in dropped.text:  # the subscription takes a moment to arrive
-            publisher.publish(StatusRequest())
+            publisher.send(StatusRequest())
             assert subscriber.receive(0.01) is None
 
 
@@ -344,16 +346,16 @@ def test_a_reader_that_never_reads_is_an_error_and_no_wait(network: Network) -> 
 
 def test_a_monitor_that_stalls_holds_nobody_up(network: Network) -> None:
     """It loses frames, and reads on later."""
-    publisher, stalled = network.publisher(), network.subscriber()
+    publisher, stalled = Publisher(network), Subscriber(network)
     while stalled.receive(0.01) is None:  # the subscription takes a moment to arrive
-        publisher.publish(status("hello"))
+        publisher.send(status("hello"))
     rounds = 20 * MONITOR_HIGH_WATER_MARK
     for number in range(rounds):
-        publisher.publish(status(str(number) + "x" * 20_000))
+        publisher.send(status(str(number) + "x" * 20_000))
     kept = 0
     while (frame := stalled.receive(0.01)) != status("last"):
         kept += frame is not None
-        publisher.publish(status("last"))  # of which those are lost that come while it is still behind
+        publisher.send(status("last"))  # of which those are lost that come while it is still behind
     assert 0 < kept < rounds
 
 

@@ -137,7 +137,7 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ),
         ({"tag": "Plan", "fields": [0, 0, [[]], float("nan"), "", "", None]}, "Plan: k is nan"),
         ({"tag": "Plan", "fields": [0, -1, [[]], 0.5, "", "", None]}, "Plan: plans and steps"),
-        ({"tag": "OptimizerReport", "fields": [0, 1, 0.0, [[0, 0.0]]]}, "OptimizerReport.updates: expected 3 fields"),
+        ({"tag": "OptimizerReport", "fields": [0, 1, 0.0, [[0]]]}, "OptimizerReport.updates: expected 2 fields"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),
 )

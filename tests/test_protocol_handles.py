@@ -1,10 +1,9 @@
-"""The arena's layout, whatever the segments, and the refusal of every handle that is not in it."""
+"""The arena's layout, whatever the segments, and the refusal of every arena that has another one."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +20,6 @@ from protocol.handles import (
     TensorHandle,
     bank_plane,
     check_arena,
-    check_handle,
     layout,
     planes_of,
 )
@@ -86,7 +84,6 @@ def test_every_segment_has_its_arrays(spec: Layer) -> None:
                 assert handle is None
             else:
                 assert handle is not None
-                assert (handle.lid, handle.plane, handle.segment) == (spec.lid, plane, index)
                 assert (handle.numel, handle.dtype) == (part.numel, dtype)
 
 
@@ -107,28 +104,6 @@ def test_moments_take_the_bytes_of_their_rule(rule: str, banks: int, expected: i
     arena = layout(layer(replace(segment(numel), rule=rule)), banks)
     assert arena.nbytes == expected * numel
     assert {plane for plane, nbytes in arena.plane_nbytes.items() if nbytes} & set(MOMENT_PLANES) == set(MOMENTS[rule])
-
-
-@given(st.data(), some_layers)
-def test_any_change_to_a_handle_is_refused(data: st.DataObject, spec: Layer) -> None:
-    arena = layout(spec)
-    handle = data.draw(st.sampled_from(arrays(arena)))
-    check_handle(handle, arena)
-    name = data.draw(st.sampled_from([known.name for known in fields(TensorHandle)]))
-    other: st.SearchStrategy[Any] = st.integers(-(2**40), 2**60)
-    if name in ("plane", "dtype"):
-        other = st.sampled_from([*PLANES, *DTYPE_BYTES, "float64", ""])
-    tampered = replace(handle, **{name: data.draw(other.filter(lambda value: value != getattr(handle, name)))})
-    with pytest.raises(HandleError):
-        check_handle(tampered, arena)
-
-
-def test_a_layout_that_reaches_beyond_its_arena_is_refused() -> None:
-    """The bounds are checked even when handle and table agree."""
-    arena = layout(MIXED)
-    last = arrays(arena)[-1]
-    with pytest.raises(HandleError, match="reaches beyond the arena's"):
-        check_handle(last, replace(arena, nbytes=last.offset + last.nbytes - 1))
 
 
 @pytest.mark.parametrize(

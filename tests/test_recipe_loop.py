@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hytrain.errors import ConfigError, MissingPackage, SavingError
 from hytrain.memory.capacity import GpuMemory, Room, gpu_memory
+from hytrain.readable import format_cores
 from hytrain.recipe import checkpoint, config, loop, report
 from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
@@ -48,6 +48,7 @@ from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.saved import latest
 from hytrain.state import manifest, tensor_file
+from hytrain.statistics import Statistics
 from protocol.metrics import BY_NAME
 from workers.train import trainer
 
@@ -55,12 +56,6 @@ DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, **DROPOUT}
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", "max_position_embeddings": 32, **SIZES}
-
-
-@dataclass
-class Statistics:
-    k: float = 0.25
-    stall_s: float = 0.001
 
 
 class StandIn(torch.optim.AdamW):
@@ -87,7 +82,7 @@ class StandIn(torch.optim.AdamW):
         self.records.append((step, numbers))
 
     def statistics(self) -> Statistics:
-        return Statistics()
+        return Statistics(k=0.25, stall_s=0.001)
 
     def async_save(self, folder: Path) -> Future[None]:
         folder.mkdir()
@@ -253,7 +248,7 @@ def test_weights_may_change_while_a_copy_of_them_is_written(tmp_path: Path, monk
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=100, **sizes))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    write = checkpoint.export(model, tmp_path, Job(), behind=True)
+    write = checkpoint.export(model, tmp_path, Job())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -506,7 +501,7 @@ def test_sample_and_summary(runs: Runs) -> None:
     assert "0.5000 nats per byte (2.0000 per token), top-1 accuracy 41.0%" in str(Validation(2.0, 0.5, 0.41))
     assert str(first.validation) in page
     assert report.smoothed([3.0] * 200) == pytest.approx([3.0] * 200)
-    assert [report.ranges(cores) for cores in ([], [3], [0, 1, 2, 5, 7, 8])] == ["", "3", "0-2,5,7-8"]
+    assert [format_cores(cores) for cores in ((), (3,), (0, 1, 2, 5, 7, 8))] == ["", "3", "0-2,5,7-8"]
     for word in ("trainer", str(os.getpid()), "0-1", first.sample, "step-4", "loss.png"):
         assert word in page
     with Image.open(first.curve) as picture:

@@ -19,7 +19,7 @@ from test_kernels import BLOCK, HYPER, SPECIAL, Planes, Reference, elements_of, 
 from torch import Tensor
 
 from hytrain.kernels import choice, torch_backend
-from hytrain.kernels.backend import DTYPES, Elements, Into, seeds
+from hytrain.kernels.backend import DTYPES, Elements, Into, Operands, seeds
 from hytrain.kernels.rounding import key_of, more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Scalars, scalars
 from protocol.messages import STATE_DTYPES
@@ -45,7 +45,7 @@ def opened(name: str, key: int = KEY) -> Update:
         backend = choice.load(name, threads=2)[0]
 
     def update(planes: Planes, grads: Tensor, step: Scalars, first: int = 0) -> None:
-        backend.update(**arguments(planes, grads, step), elements=elements_from(first, grads.numel(), key))
+        backend.update(Operands(**arguments(planes, grads, step), elements=elements_from(first, grads.numel(), key)))
 
     return update
 
@@ -200,7 +200,7 @@ def test_into_other_planes_as_in_place(name: str, kind: tuple[str, str, str]) ->
         in_place, into = before.map(Tensor.clone), before.map(torch.zeros_like)
         opened(name)(in_place, grads, scalars(HYPER, 3, 0.5), 0)
         which = {"into": Into(**into.addresses()), "elements": elements_from(0, numel, KEY)}
-        backend.update(**arguments(before, grads, scalars(HYPER, 3, 0.5)), **which)
+        backend.update(Operands(**arguments(before, grads, scalars(HYPER, 3, 0.5)), **which))
         for plane, other in zip(vars(into).values(), vars(in_place).values(), strict=True):
             assert plane is other or torch.equal(plane, other)
 

@@ -19,7 +19,7 @@ from test_rounding import bits_again, name_of
 from torch import Tensor
 
 from hytrain.kernels import choice, float8
-from hytrain.kernels.backend import DTYPES, Elements, Into
+from hytrain.kernels.backend import DTYPES, Elements, Into, Operands
 from hytrain.kernels.scalars import TYPICAL, Scalars, scalars
 from hytrain.kernels.split import join, nearest_half, split
 from hytrain.kernels.torch_backend import vectors
@@ -106,13 +106,15 @@ def opened(name: str) -> Update:
     ) -> None:
         dtypes = {"weights": planes.weights.dtype, "grads": grads.dtype, "state": state}
         backend.update(
-            **planes.addresses(),
-            **{f"{plane}_dtype": name_of(dtype) for plane, dtype in dtypes.items()},
-            grads=grads.data_ptr(),
-            numel=grads.numel(),
-            scalars=step,
-            elements=Elements(KEY, first, fuses=vectors().fuses),
-            into=None if into is None else Into(**into.addresses()),
+            Operands(
+                **planes.addresses(),
+                **{f"{plane}_dtype": name_of(dtype) for plane, dtype in dtypes.items()},
+                grads=grads.data_ptr(),
+                numel=grads.numel(),
+                scalars=step,
+                elements=Elements(KEY, first, fuses=vectors().fuses),
+                into=None if into is None else Into(**into.addresses()),
+            )
         )
 
     return update

@@ -109,9 +109,9 @@ def gpu_nodes() -> list[int | None]:
     """The NUMA nodes of the NVIDIA GPUs that CUDA shows to this process, in their order; None where it is unknown."""
     nodes: list[int | None] = []
     for device in sorted(_PCI.glob("*")):
-        vendor, kind = _read(device / "vendor"), _read(device / "class")
+        vendor, kind = read_text(device / "vendor"), read_text(device / "class")
         if vendor == _NVIDIA and kind.startswith(_DISPLAY_CLASSES):
-            node = int(_read(device / "numa_node") or -1)
+            node = int(read_text(device / "numa_node") or -1)
             nodes.append(node if node >= 0 else None)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     numbers = [] if not visible else visible.split(",")
@@ -122,7 +122,7 @@ def gpu_nodes() -> list[int | None]:
 
 def node_cores(node: int) -> tuple[int, ...]:
     """The cores of a NUMA node. Raises `ConfigError` if the machine has no such node."""
-    text = _read(_NODES / f"node{node}" / "cpulist")
+    text = read_text(_NODES / f"node{node}" / "cpulist")
     if not text:
         raise ConfigError(f"this machine has no NUMA node {node}")
     return parse_cores(text)
@@ -142,7 +142,8 @@ def parse_cores(text: str) -> tuple[int, ...]:
     return tuple(sorted(cores))
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """What the system says in this file, without blanks around it; empty if it does not."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -13,14 +13,16 @@ import shutil
 import socket
 import time
 from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
 from hytrain.config import home
 from hytrain.errors import ConfigError
-from protocol.metrics import parsed
+from protocol.metrics import records
 
 LOCK: Final = ".lock"
 #: How long after locking a folder its owner may take to write the name of its job into the lock.
@@ -63,18 +65,14 @@ def create(run_name: str, keep_runs: int) -> Path:
 
     Raises `ConfigError` if it cannot be written to.
     """
-    number, folder = 1, default() / run_name
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
+        default().mkdir(parents=True, exist_ok=True)
+        for folder in _numbered(default() / run_name):
+            with suppress(FileExistsError):
                 folder.mkdir()
                 break
-            except FileExistsError:
-                number += 1
-                folder = default() / f"{run_name}-{number}"
     except OSError as error:
-        raise ConfigError(unwritable(folder, error)) from None
+        raise ConfigError(unwritable(default() / run_name, error)) from None
     claim(folder)
     if len(_folders(default())) > keep_runs:
         for run in find(default())[keep_runs:]:
@@ -99,11 +97,13 @@ def claim_or_beside(folder: Path) -> Path:
 
     Raises `ConfigError` if it cannot be written to.
     """
-    number, free = 1, folder
-    while _lock(free) is None:
-        number += 1
-        free = folder.with_name(f"{folder.name}-{number}")
-    return free
+    return next(free for free in _numbered(folder) if _lock(free) is not None)
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    """It, then NAME-2, NAME-3, … next to it."""
+    yield folder
+    yield from (folder.with_name(f"{folder.name}-{number}") for number in count(2))
 
 
 def claim_for_node(folder: Path, job: str) -> Path:
@@ -192,14 +192,14 @@ def look(folder: Path) -> Run:
         for name in names:
             with suppress(FileNotFoundError):  # a live run removes temporary files
                 files.append(os.lstat(Path(above, name)))
-    records = _last_records(folder / "metrics.jsonl")
+    last = _last_records(folder / "metrics.jsonl")
     of_run = {LOCK, *(path.name for pattern in CONTENTS for path in folder.glob(pattern))}
     return Run(
         folder=folder,
         live=_is_locked(folder),
         own={path.name for path in folder.iterdir()} <= of_run,
-        steps=next((record["step"] for record in records if "step" in record), None),
-        loss=next((record["loss"] for record in records if record.get("loss") is not None), None),
+        steps=next((record["step"] for record in last if "step" in record), None),
+        loss=next((record["loss"] for record in last if record.get("loss") is not None), None),
         at_s=max(file.st_mtime for file in files),
         nbytes=sum(file.st_blocks * 512 for file in files),
     )
@@ -247,13 +247,10 @@ def _is_locked(folder: Path) -> bool:
 
 def _last_records(metrics: Path) -> list[dict[str, Any]]:
     """The last records of a run, the newest first."""
-    records = []
     with suppress(OSError), metrics.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
-        for line in reversed(file.read(TAIL_BYTES).splitlines()):
-            with suppress(ValueError):  # cut off at its beginning, or by a crash
-                records.append(parsed(line))
-    return records
+        return list(records(reversed(file.read(TAIL_BYTES).splitlines())))
+    return []
 
 
 def metrics_file(folder: Path, rank: int) -> Path:
@@ -269,11 +266,7 @@ def recent_records(metrics: Path, steps: int, plans: int) -> list[dict[str, Any]
             if len(last) == steps and b'"reason": "' in last[0]:
                 planned.append(last[0])
             last.append(line)
-    records = []
-    for line in (*planned, *last):
-        with suppress(ValueError):  # cut off by a crash
-            records.append(parsed(line))
-    return records
+    return list(records((*planned, *last)))
 
 
 def last_step(folder: Path) -> int:
@@ -286,9 +279,8 @@ def set_aside(folder: Path) -> Path | None:
     left = [path for pattern in CONTENTS for path in folder.glob(pattern)]
     if not any(path.name in ("metrics.jsonl", "checkpoints") for path in left):
         return None
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
-        number += 1
+    places = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
+    aside = next(place for place in places if not place.exists())
     aside.mkdir()
     for path in left:
         path.rename(aside / path.name)

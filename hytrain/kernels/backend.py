@@ -69,6 +69,28 @@ def seeds(key: int, step: int) -> tuple[int, int]:
     return before, within
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operands:
+    """What an update is of: the addresses of `numel` consecutive elements in the planes of one segment.
+
+    `remainder` is int16 for bfloat16 weights, or 0 if they are their own masters. For float16 weights, which are only
+    written, it is their float32 master; for float32 weights it is 0. `moments` are those of
+    `MOMENTS[scalars.hyper.rule]`, of `state_dtype`.
+    """
+
+    weights: int
+    grads: int
+    remainder: int
+    moments: tuple[int, ...]
+    numel: int
+    weights_dtype: str
+    grads_dtype: str
+    scalars: Scalars
+    into: Into | None = None
+    state_dtype: str = "float32"
+    elements: Elements = FIRST
+
+
 class Backend(Protocol):
     """Updates of planes in this process's memory. `threads` may be set between two calls.
 
@@ -82,26 +104,9 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
 
-    def update(
-        self,
-        *,
-        weights: int,
-        grads: int,
-        remainder: int,
-        moments: tuple[int, ...],
-        numel: int,
-        weights_dtype: str,
-        grads_dtype: str,
-        scalars: Scalars,
-        into: Into | None = None,
-        state_dtype: str = "float32",
-        elements: Elements = FIRST,
-    ) -> None:
-        """Update `numel` consecutive elements of one segment: in place, or `into` other planes with the same bits.
+    def update(self, of: Operands) -> None:
+        """Update consecutive elements of one segment: in place, or into other planes with the same bits.
 
-        The planes are addresses. `remainder` is int16 for bfloat16 weights, or 0 if they are their own masters. For
-        float16 weights, which are only written, it is their float32 master; for float32 weights it is 0. `moments`
-        are those of `MOMENTS[scalars.hyper.rule]`, of `state_dtype`.
         Raises ValueError for dtypes that are not in `DTYPES` and `STATE_DTYPES`.
         """
 

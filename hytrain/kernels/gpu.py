@@ -83,17 +83,7 @@ def update(
     if (compiled := _compiled.get(kind)) is not None:
         compiled[grid, 1, 1](*planes, numel, *numbers, judge, *constants.values())
         return
-    compiled = update_kernel[(grid,)](*planes, numel, *numbers, judge, **constants, **OPTIONS)
-    if _takes_all_arguments():
-        _compiled[kind] = compiled
-
-
-@cache
-def _takes_all_arguments() -> bool:
-    """Whether a compiled kernel is called with its constants too. Up to Triton 3.2 it is called without."""
-    import triton
-
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 3)
+    _compiled[kind] = update_kernel[(grid,)](*planes, numel, *numbers, judge, **constants, **OPTIONS)
 
 
 @cache

@@ -15,9 +15,8 @@ import mmap
 from pathlib import Path
 from typing import Any, Final
 
-from hytrain.kernels.backend import DTYPES, FIRST, Elements, Into, check_dtypes, seeds
+from hytrain.kernels.backend import DTYPES, Operands, check_dtypes, seeds
 from hytrain.kernels.build import build
-from hytrain.kernels.scalars import Scalars
 from protocol.messages import STATE_DTYPES
 from protocol.rules import MOMENTS, ON_DEVICE
 
@@ -75,32 +74,19 @@ class NativeBackend:
     def float_mode(self, mode: int) -> None:
         self._set_float_mode(mode)
 
-    def update(
-        self,
-        *,
-        weights: int,
-        grads: int,
-        remainder: int,
-        moments: tuple[int, ...],
-        numel: int,
-        weights_dtype: str,
-        grads_dtype: str,
-        scalars: Scalars,
-        into: Into | None = None,
-        state_dtype: str = "float32",
-        elements: Elements = FIRST,
-    ) -> None:
-        check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype)
+    def update(self, of: Operands) -> None:
+        scalars, into = of.scalars, of.into
+        check_dtypes(of.weights_dtype, of.grads_dtype, of.remainder, of.state_dtype)
         rounded = (ctypes.c_float * len(scalars.values))(*scalars.values)  # each double to the nearest float
-        planes = _Planes(weights, remainder, _Moments(*moments))
+        planes = _Planes(of.weights, of.remainder, _Moments(*of.moments))
         to = planes if into is None else _Planes(into.weights, into.remainder, _Moments(*into.moments))
-        which = _Elements(elements.first, *seeds(elements.key, scalars.step))
-        pair = (weights_dtype, grads_dtype) if remainder or weights_dtype == "float32" else LONE
-        if elements.fuses not in self._updates:
-            self._updates[elements.fuses], _ = _functions(fuses=elements.fuses)
-        function = self._updates[elements.fuses][(scalars.kernel, *pair, state_dtype)]
-        numels, others = (numel, elements.in_vectors(numel)), (ctypes.byref(rounded), ctypes.byref(which))
-        function(ctypes.byref(planes), grads, ctypes.byref(to), *numels, *others, self.threads)
+        which = _Elements(of.elements.first, *seeds(of.elements.key, scalars.step))
+        pair = (of.weights_dtype, of.grads_dtype) if of.remainder or of.weights_dtype == "float32" else LONE
+        if of.elements.fuses not in self._updates:
+            self._updates[of.elements.fuses], _ = _functions(fuses=of.elements.fuses)
+        function = self._updates[of.elements.fuses][(scalars.kernel, *pair, of.state_dtype)]
+        numels, others = (of.numel, of.elements.in_vectors(of.numel)), (ctypes.byref(rounded), ctypes.byref(which))
+        function(ctypes.byref(planes), of.grads, ctypes.byref(to), *numels, *others, self.threads)
 
     def touch(self, address: int, nbytes: int) -> None:
         """See Backend.touch. Asks for huge pages, but not at each call if there are none: the search takes time."""

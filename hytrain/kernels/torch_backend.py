@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from hytrain.kernels import float8
-from hytrain.kernels.backend import FIRST, Elements, Into, check_dtypes
+from hytrain.kernels.backend import Elements, Operands, check_dtypes
 from hytrain.kernels.rounding import more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.scalars import scalars as make_scalars
@@ -96,31 +96,15 @@ class TorchBackend:
     def float_mode(self, mode: int) -> None:
         torch.set_flush_denormal(bool(mode & 3))
 
-    def update(
-        self,
-        *,
-        weights: int,
-        grads: int,
-        remainder: int,
-        moments: tuple[int, ...],
-        numel: int,
-        weights_dtype: str,
-        grads_dtype: str,
-        scalars: Scalars,
-        into: Into | None = None,
-        state_dtype: str = "float32",
-        elements: Elements = FIRST,
-    ) -> None:
-        check_dtypes(weights_dtype, grads_dtype, remainder, state_dtype, scalars.kernel)
-        to = into or Into(weights=weights, remainder=remainder, moments=moments)
+    def update(self, of: Operands) -> None:
+        scalars, elements, numel = of.scalars, of.elements, of.numel
+        check_dtypes(of.weights_dtype, of.grads_dtype, of.remainder, of.state_dtype, scalars.kernel)
+        to, weights, state = of.into or of, _DTYPES[of.weights_dtype], _DTYPES[of.state_dtype]
         planes = [
-            _both(weights, to.weights, numel, _DTYPES[weights_dtype]),
-            _both(grads, grads, numel, _DTYPES[grads_dtype]),
-            _both(remainder, to.remainder, numel, REMAINDERS[_DTYPES[weights_dtype]]) if remainder else None,
-            *(
-                _both(read, written, numel, _DTYPES[state_dtype])
-                for read, written in zip(moments, to.moments, strict=True)
-            ),
+            _both(of.weights, to.weights, numel, weights),
+            _both(of.grads, of.grads, numel, _DTYPES[of.grads_dtype]),
+            _both(of.remainder, to.remainder, numel, REMAINDERS[weights]) if of.remainder else None,
+            *(_both(read, written, numel, state) for read, written in zip(of.moments, to.moments, strict=True)),
         ]
         in_vectors = elements.in_vectors(numel)
         whole = in_vectors - in_vectors % WIDTH

@@ -25,7 +25,7 @@ from typing import Final
 from hytrain.state.locks import said
 from protocol.address import Address
 from protocol.codec import decode, encode
-from protocol.handles import ArenaLayout, TensorHandle, check_arena, check_handle
+from protocol.handles import ArenaLayout, check_arena
 from protocol.messages import PlanesReady, PlanesRefused
 
 _F_ADD_SEALS: Final = 1033
@@ -126,11 +126,6 @@ class HostArena(SharedMemory):
     @property
     def address(self) -> int:
         return self.mapping.address
-
-    def address_of(self, handle: TensorHandle) -> int:
-        """The address of the handle's first element. Raises `HandleError` if the handle is not of this arena."""
-        check_handle(handle, self.layout)
-        return self.mapping.address + handle.offset
 
 
 class ArenaFile:

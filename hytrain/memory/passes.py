@@ -16,7 +16,7 @@ from typing import Final, cast
 import torch
 from torch import Tensor
 
-from hytrain.kernels.backend import Backend, Elements
+from hytrain.kernels.backend import Backend, Elements, Operands
 from hytrain.kernels.orthogonal import WORK_BYTES, orthogonalized
 from hytrain.kernels.scalars import Scalars, muon_step
 from hytrain.kernels.torch_backend import TorchBackend
@@ -82,7 +82,7 @@ class Pass:
         backend = _with_torch() if self.segment.rule in ON_DEVICE else host
         here = [weights, grads, *moments] if remainder is None else [weights, grads, *moments, remainder]
         to_weights, to_grads, *to_state = addresses(here)
-        backend.update(
+        operands = Operands(
             weights=to_weights,
             grads=to_grads,
             remainder=0 if remainder is None else to_state.pop(),
@@ -94,6 +94,7 @@ class Pass:
             state_dtype=self.segment.state_dtype,
             elements=elements,
         )
+        backend.update(operands)
 
 
 def passes(segment: Segment, weights: Tensor, grads: Tensor, scalars: Scalars) -> Iterator[Pass]:

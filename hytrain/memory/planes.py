@@ -24,7 +24,7 @@ from hytrain.memory.arena import ArenaFile, Mapping
 from hytrain.memory.passes import passes
 from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
 from hytrain.tensors import count_write
-from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, check_handle, plane_dtype
+from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, plane_dtype
 from protocol.messages import Segment
 
 #: float8 is codes, which only `kernels.float8` reads as numbers.
@@ -180,7 +180,6 @@ class ArenaPlanes:
     def _view(self, mapping: Mapping, handle: TensorHandle | None) -> Tensor | None:
         if handle is None:
             return None
-        check_handle(handle, self._file.layout)
         dtype = DTYPES[handle.dtype]
         return torch.frombuffer(mapping.buffer, dtype=dtype, count=handle.numel, offset=handle.offset)
 

@@ -106,10 +106,6 @@ def encode(words: TextTokenizer, row: Row) -> tuple[list[int], list[bool]]:
     )
 
 
-def is_conversation(row: Row) -> bool:
-    return not isinstance(row.get("prompt"), str)
-
-
 def texts(row: Row) -> Iterator[str]:
     """What is said in a row, for the training of a tokenizer."""
     for column in ("messages", "prompt", "completion"):

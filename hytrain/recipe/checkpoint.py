@@ -90,7 +90,7 @@ def save(
     with _removed_if_unwritable(partial, job):
         job.decided(lambda: _make_room(partial))
         opt.synchronize()
-        write_weights = export(model, partial, job, behind=True)
+        write_weights = export(model, partial, job)
         optimizer = opt.async_save(partial / OPTIMIZER_FOLDER)
         randoms = [_Random.model_validate_json(one) for one in job.ranks.gather(_Random.now().model_dump_json())]
         before = [folder for folder in history(run_dir) if folder != final]
@@ -131,12 +131,12 @@ def _removed_if_unwritable(partial: Path, job: Job) -> Iterator[None]:
         raise
 
 
-def export(model: Any, folder: Path, job: Job, *, behind: bool = False) -> Callable[[], None]:
+def export(model: Any, folder: Path, job: Job) -> Callable[[], None]:
     """Writes the model's Hugging Face folder.
 
-    The weights are written from where they lie. The ranks of a job take turns to write files. With `behind`, a model
-    that is whole may change while what this returns, called on any thread, writes a copy of its weights; or there was
-    no memory for one, and it has nothing to do.
+    The weights are written from where they lie. The ranks of a job take turns to write files. A model that is
+    whole may change while what this returns, called on any thread, writes a copy of its weights; or there was no
+    memory for one, and it has nothing to do.
     """
     parts = _as_saved(model)
     if parts is None:
@@ -165,7 +165,7 @@ def export(model: Any, folder: Path, job: Job, *, behind: bool = False) -> Calla
     if job.mesh is None:
         tensor_file.await_devices(state.values())
         described = {name: (shape.dtype, shape.shape) for name, shape in shapes.items()}
-        loan = borrow(gpu_memory(model.device), described) if behind else None
+        loan = borrow(gpu_memory(model.device), described)
         if loan is None:
             write_all(state, in_parallel=True)
             return _done

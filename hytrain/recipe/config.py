@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from hytrain.errors import ConfigError
@@ -480,12 +481,17 @@ def _suggest_key(location: Sequence[str]) -> str:
     return f"; the keys {'of ' + '.'.join(parents) if parents else 'of a recipe'} are {', '.join(siblings)}."
 
 
+def sections(field: FieldInfo) -> list[type[Section]]:
+    """The sections that a key may have."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+
+
 def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     for name, field in section.model_fields.items():
         yield prefix + name
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, Section):
-                yield from _keys(kind, f"{prefix}{name}.")
+        for kind in sections(field):
+            yield from _keys(kind, f"{prefix}{name}.")
 
 
 def _one_line(text: str) -> str:

@@ -53,7 +53,7 @@ class Divergence:
         """Whether all parameters are finite, on all ranks. Waits for the device."""
         shards = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in model.parameters()]
         weights = [shard for shard in shards if shard.numel()]
-        finite = job.everywhere(bool(get_total_norm(weights, norm_type=math.inf).isfinite()))
+        finite = all(job.ranks.gather(bool(get_total_norm(weights, norm_type=math.inf).isfinite())))
         if not finite:
             self._note(step, f"the weights after step {step} are not finite")
         return finite

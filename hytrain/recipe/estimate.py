@@ -3,20 +3,16 @@
 The launcher prints it for `--dry-run`. The parameters are counted on the meta device, so the model's size does not
 matter.
 
-With AdamW:
-Bytes per parameter           owned by the CPU                          owned by the GPU
-    bf16 model    host 14 = 2 grads + 2 weights + 2 remainder + 8    GPU 2 weights + 10
-    fp16 model    host 16 = 2 grads + 2 weights + 4 remainder + 8    GPU 2 weights + 12
-    fp32 model    host 16 = 4 grads + 4 weights + 8                  GPU 4 weights + 8
-With either placement the weights are also on the GPU, once, unless they are offloaded. State that visits the GPU needs
-no grads in host memory, but a ring of slots on the GPU. Updates that may have to be undone need a second bank of the
-planes that they write: 12 more bytes in host memory. If there is no room for it, updates wait for the norm.
+docs/memory.md has the bytes per parameter. Whoever owns a layer, its weights are on the GPU once, unless they are
+offloaded. State that visits the GPU needs no grads in host memory, but a ring of slots on the GPU. Updates that may
+have to be undone need a second bank of the planes that they write: 12 more bytes in host memory. If there is no room
+for it, updates wait for the norm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,19 +30,8 @@ from hytrain.recipe import model as models
 from hytrain.recipe.config import Recipe
 from hytrain.step.offload import SLOTS
 from protocol.handles import DTYPE_BYTES, EXACT, SHARED_PLANES, Precision, bank_plane
-from protocol.placement import CPU, GPU, VISIT
+from protocol.placement import CPU, GPU, VISIT, Placement
 from protocol.sizes import is_on_gpu, is_on_host
-
-
-@dataclass(frozen=True, slots=True)
-class Plane:
-    """Bytes per trainable parameter of one kind of array, by placement, and which processes map it in host memory."""
-
-    name: str
-    host_if_cpu: int
-    trainer_if_cpu: int
-    trainer_if_gpu: int
-    mapped_by: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +65,7 @@ class Estimate:
     device: str
     trainable: int
     frozen: int
-    planes: tuple[Plane, ...]
+    planes: dict[str, int]  # bytes per trainable parameter
     needs: tuple[Need, ...]
     ranks: Mapping[str, int]  # the mesh
     free_host: int
@@ -93,8 +78,11 @@ class Estimate:
     def render(self) -> str:
         trainer, tflop = f"trainer ({self.device})", self.flops_per_step / 1e12
         heads = ("plane", "host, CPU-owned", f"{trainer}, CPU-owned", f"{trainer}, GPU-owned", "host copy in")
-        numbers = ((p.host_if_cpu, p.trainer_if_cpu, p.trainer_if_gpu) for p in self.planes)
-        rows = [(p.name, *(str(n or "-") for n in ns), p.mapped_by) for p, ns in zip(self.planes, numbers, strict=True)]
+        rows = []
+        for plane, nbytes in self.planes.items():
+            places = (is_on_host(plane, CPU), is_on_gpu(plane, CPU), is_on_gpu(plane, GPU))
+            mapped_by = "optimizer, trainer" if _is_shared(plane) else "optimizer"
+            rows.append((plane, *(str(nbytes) if is_there else "-" for is_there in places), mapped_by))
         ranks = math.prod(self.ranks.values())
         host = max(n.host for n in self.needs)
         mesh = " x ".join(f"{name} {size}" for name, size in self.ranks.items() if size > 1)
@@ -148,8 +136,7 @@ class Estimate:
     @property
     def most(self) -> float:
         """Billions of parameters, if the GPU owns what it has room for, and the state of all others visits it."""
-        on_host = sum(plane.host_if_cpu for plane in self.planes if plane.name != "grads")
-        on_gpu = sum(plane.trainer_if_gpu for plane in self.planes)
+        on_host, on_gpu = sum(_on_host(self.planes, VISIT).values()), _on_gpu(self.planes, GPU)
         return (self.bound_host / on_host + (self.free_device or 0) / on_gpu) / 1e9
 
 
@@ -184,9 +171,12 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
     if ranks == 1:
         blocks = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in find_blocks(model)]
         largest = max((p.numel() for p in parameters if p.requires_grad), default=0)
-        needs += [visiting(planes, one, largest) for one in needs if not one.k]
+        ring = RING_SLOTS * min(SLOT_NUMEL, largest) * (_on_gpu(planes, GPU) - planes["weights"])
+        visits = need(planes, trainable, frozen, 0.0, VISIT)
+        needs.append(replace(visits, trainer=visits.trainer + ring))
         if len(blocks) > SLOTS:
-            needs += [offloaded(planes, one, blocks) for one in needs if not one.k]
+            away = planes["weights"] * (sum(blocks) - SLOTS * max(blocks))
+            needs += [replace(one, trainer=one.trainer - away, offloaded=True) for one in needs if not one.k]
     return Estimate(
         device="GPU" if wants_gpu else "CPU",
         trainable=trainable,
@@ -220,8 +210,8 @@ def planes_of(
     rule: str = "adamw",
     *,
     second_bank: bool = False,
-) -> tuple[Plane, ...]:
-    """The planes of a layer in this dtype, under this rule.
+) -> dict[str, int]:
+    """Bytes per trainable parameter, by plane, of a layer in this dtype, under this rule.
 
     `remainder` is half of the fp32 master for bf16, all of it for fp16.
     """
@@ -231,43 +221,29 @@ def planes_of(
     nbytes = {"grads": gradient, "weights": weight, **of_state}
     if second_bank:
         nbytes |= {bank_plane(plane, 1): nbytes[plane] for plane in ("weights", *of_state)}
-    return tuple(
-        Plane(
-            plane,
-            host_if_cpu=each * is_on_host(plane, CPU),
-            trainer_if_cpu=each * is_on_gpu(plane, CPU),
-            trainer_if_gpu=each * is_on_gpu(plane, GPU),
-            mapped_by="optimizer, trainer" if plane.removesuffix("'") in SHARED_PLANES else "optimizer",
-        )
-        for plane, each in nbytes.items()
-    )
+    return nbytes
 
 
-def need(planes: tuple[Plane, ...], trainable: int, frozen: int, k: float) -> Need:
+def _is_shared(plane: str) -> bool:
+    """Whether the trainer maps it, too."""
+    return plane.removesuffix("'") in SHARED_PLANES
+
+
+def _on_host(planes: Mapping[str, int], placement: Placement) -> dict[str, int]:
+    return {plane: nbytes for plane, nbytes in planes.items() if is_on_host(plane, placement)}
+
+
+def _on_gpu(planes: Mapping[str, int], placement: Placement) -> int:
+    return sum(nbytes for plane, nbytes in planes.items() if is_on_gpu(plane, placement))
+
+
+def need(planes: Mapping[str, int], trainable: int, frozen: int, k: float, of_rest: Placement = CPU) -> Need:
     """The planes' bytes if the GPU owns the fraction k. Frozen parameters are on the trainer's device."""
     by_gpu = round(trainable * k)
-    by_cpu = trainable - by_gpu
-    weight = next(p.trainer_if_gpu for p in planes if p.name == "weights")
-    shared = sum(p.host_if_cpu for p in planes if "trainer" in p.mapped_by)
-    host = sum(p.host_if_cpu for p in planes)
-    trainer = by_cpu * sum(p.trainer_if_cpu for p in planes) + by_gpu * sum(p.trainer_if_gpu for p in planes)
-    return Need(k, by_cpu * (host - shared), by_cpu * shared, trainer + frozen * weight)
-
-
-def visiting(planes: tuple[Plane, ...], resident: Need, largest: int) -> Need:
-    """The same if state visits the GPU. The largest parameter has so many elements."""
-    of_slot = sum(p.trainer_if_gpu for p in planes if p.name != "weights")
-    ring = RING_SLOTS * min(SLOT_NUMEL, largest) * of_slot
-    by_cpu = resident.shared // sum(p.host_if_cpu for p in planes if "trainer" in p.mapped_by)
-    less = by_cpu * sum(p.host_if_cpu for p in planes if not is_on_host(p.name, VISIT))
-    return replace(resident, shared=resident.shared - less, trainer=resident.trainer + ring, visits=True)
-
-
-def offloaded(planes: tuple[Plane, ...], resident: Need, blocks: Sequence[int]) -> Need:
-    """The same with the weights of `blocks`, of so many trainable parameters each, in host memory."""
-    weight = next(p.trainer_if_cpu for p in planes if p.name == "weights")
-    away = weight * (sum(blocks) - SLOTS * max(blocks))
-    return replace(resident, trainer=resident.trainer - away, offloaded=True)
+    rest, on_host = trainable - by_gpu, _on_host(planes, of_rest)
+    shared = sum(nbytes for plane, nbytes in on_host.items() if _is_shared(plane))
+    trainer = rest * _on_gpu(planes, of_rest) + by_gpu * _on_gpu(planes, GPU) + frozen * planes["weights"]
+    return Need(k, rest * (sum(on_host.values()) - shared), rest * shared, trainer, visits=of_rest.visits)
 
 
 def _vocab_size(recipe: Recipe) -> int | None:

@@ -11,10 +11,7 @@ that was seen.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from hytrain.recipe.readout import Readout
 from hytrain.recipe.task import Task
 from hytrain.recipe.validation import Validation
 from hytrain.trackers import Trackers
+from protocol.metrics import records
 
 
 @dataclass(slots=True)
@@ -44,9 +42,8 @@ class History:
         if not (until and metrics.is_file()):
             return history
         with metrics.open() as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError):  # a line that a crash has cut off
-                    history._add(json.loads(line), until)
+            for record in records(lines):
+                history._add(record, until)
         return history
 
     def _add(self, record: dict[str, Any], until: int) -> None:
@@ -66,8 +63,7 @@ class Journal:
         opt: TrainingOptimizer,
         progress: Progress,
         history: History,
-        trackers: Trackers | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        trackers: Trackers,
     ) -> None:
         self.history = history
         self.tokens = 0
@@ -79,10 +75,9 @@ class Journal:
         self._opt = opt
         self._progress = progress
         self._trackers = trackers
-        self._clock = clock
         self._readout = Readout(task.device)
         self._entry: tuple[int, dict[str, float], Speed, int] | None = None  # step, numbers, speed, tokens
-        self._began = self._since = clock()
+        self._began = self._since = time.perf_counter()
         self._noted = 0  # steps
 
     def note(
@@ -114,14 +109,14 @@ class Journal:
 
     def restart_clock(self) -> None:
         """Leaves out the time since the last step, spent on saving or validation."""
-        self._since = self._clock()
+        self._since = time.perf_counter()
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def _speed(self, tokens: int) -> Speed:
-        now = self._clock()
+        now = time.perf_counter()
         seconds, self._since = now - self._since, now
         self.tokens += tokens
         self.seconds += seconds
@@ -134,7 +129,7 @@ class Journal:
         """How far the run has come: with all that it does between steps."""
         train = self._task.recipe.train
         steps = train.length if train.stop_at is None else train.stop_at
-        pace_s = (self._clock() - self._began) / self._noted
+        pace_s = (time.perf_counter() - self._began) / self._noted
         return {"steps": steps, "remaining_s": pace_s * (steps - step)}
 
     def _write(self, read: dict[str, float], validation: Validation | None = None) -> None:
@@ -156,7 +151,6 @@ class Journal:
             numbers["diverged_at"] = self.divergence.step
         if self._task.job.speaks:
             self._opt.log(step, **numbers, tokens=tokens, **self._left(step))
-        if self._trackers is not None:
-            self._trackers.write(step, {**numbers, "k": speed.k, "stall_s": speed.stall_s})
+        self._trackers.write(step, {**numbers, "k": speed.k, "stall_s": speed.stall_s})
         self.history.training.append((step, read["loss"], speed.k))
         self._progress.show(step, read["loss"], speed)

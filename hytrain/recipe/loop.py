@@ -39,7 +39,7 @@ def backward_in_turn(task: Task, opt: TrainingOptimizer, parts: Iterable[tuple[B
     """Forward and backward of a step's parts. Returns the sum of their mean losses over their divisors, shape ()."""
     total = torch.zeros((), device=task.device)
     for part, divisor in parts:
-        with torch.autocast(task.device.type, torch.bfloat16, enabled=task.recipe.model.autocast):
+        with task.autocast():
             loss = task.model(**part.inputs(task.device)).loss / divisor
         opt.scale(loss).backward()
         total += loss.detach()
@@ -165,7 +165,7 @@ def run_steps(
         if saves:
             try:
                 saving = checkpoint.save(run_dir, step + 1, model, task.corpus.tokenizer, opt, task.recipe, job, saver)
-                ends = ends or (not last and job.anywhere(bool(ending.number)))  # meanwhile
+                ends = ends or (not last and any(job.ranks.gather(ending.number)))  # meanwhile
                 saved = saving.result() if last or ends else None
             except SavingError as error:
                 if last:

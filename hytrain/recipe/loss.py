@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -68,7 +68,7 @@ class _Chunked:
         if labels is None:
             return self._whole(*args, **inputs)
         body, found = self._model.base_model, list[Any]()
-        with _hooked(body, lambda _, __, output: found.append(output)):
+        with body.register_forward_hook(lambda _, __, output: found.append(output)):
             none = torch.zeros(0, dtype=torch.int64, device=labels.device)
             self._whole(*args, logits_to_keep=none, **inputs)
         if len(found) != 1:
@@ -109,15 +109,6 @@ def hits_of(output: Any, labels: Tensor) -> Tensor:
         return output.hits
     found: Tensor = (output.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum()  # no token is IGNORED
     return found
-
-
-@contextmanager
-def _hooked(module: nn.Module, hook: Any) -> Iterator[None]:
-    handle = module.register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

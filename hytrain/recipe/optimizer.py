@@ -16,17 +16,9 @@ from torch import Tensor, nn
 from hytrain.checks import muon_groups
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.model import decay_groups
+from hytrain.statistics import Statistics
 
 Process = tuple[str, int, Iterable[int]]  # role, process ID, cores
-
-
-class Statistics(Protocol):
-    """k and the stalls of the last step."""
-
-    @property
-    def k(self) -> float: ...
-    @property
-    def stall_s(self) -> float: ...
 
 
 class TrainingOptimizer(Protocol):

@@ -2,15 +2,14 @@
 
     torchrun ─ environment ─▶ start ─▶ torch.distributed
     recipe.parallel ─────────▶ Job ── mesh: data_replicate x data_shard x tensor
-                                └──── total, mean, everywhere, decided: collectives, which all ranks call in one order
+                                └──── total, mean, decided: collectives, which all ranks call in one order
 
 `workers.train.trainer` calls `start`; the loop makes the `Job`. One rank is a job without torch.distributed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -127,28 +126,10 @@ class Job:
             dist.broadcast(tensor, src=0)
         return tensor
 
-    def everywhere(self, fact: bool) -> bool:
-        """Whether this is so on all ranks."""
-        return all(self.ranks.gather(fact))
-
-    def anywhere(self, fact: bool) -> bool:
-        """Whether this is so on any rank."""
-        return any(self.ranks.gather(fact))
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """At the end of the block, all ranks raise the first rank's error. The block has no collectives."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as found:
-            error = found
-        self.ranks.agree(error)
-
     def decided(self, decide: Callable[[], T]) -> T:
         """What rank 0 decides, on all ranks: its result, or its error."""
         result: list[T] = []
-        with self.together():
+        with self.ranks.together():
             if self.speaks:
                 result = [decide()]
         decision: T = self.ranks.gather(result)[0][0]
@@ -158,10 +139,9 @@ class Job:
 def _refuse_shared(ranks: Ranks) -> None:
     """One GPU for each rank of this machine."""
     gpus, here = torch.cuda.device_count(), len(ranks.node)
-    error = None
-    if here > gpus:
-        error = ConfigError(
-            f"{here} ranks on a machine with {gpus} GPU{'s' if gpus > 1 else ''}: start one rank per GPU, "
-            f"with --nproc-per-node {gpus}."
-        )
-    ranks.agree(error)
+    with ranks.together():
+        if here > gpus:
+            raise ConfigError(
+                f"{here} ranks on a machine with {gpus} GPU{'s' if gpus > 1 else ''}: start one rank per GPU, "
+                f"with --nproc-per-node {gpus}."
+            )

@@ -5,7 +5,7 @@ The loop calls `draw_curve` and `continue_text`; the trainer prints `Summary.ren
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure  # without pyplot, which would look for a window system
 
-from hytrain.readable import table
+from hytrain.readable import format_cores, table
 from hytrain.recipe import config
 from hytrain.recipe.journal import History
 from hytrain.recipe.optimizer import Process
@@ -51,7 +51,7 @@ class Summary:
         if self.validation is not None:
             lines.append(f"validation {self.validation}")
         if self.processes:
-            rows = [(role, str(pid), ranges(cores)) for role, pid, cores in self.processes]
+            rows = [(role, str(pid), format_cores(tuple(sorted(cores)))) for role, pid, cores in self.processes]
             lines += ["", table(("process", "pid", "cores"), rows)]
         if self.sample is not None:
             lines += ["", "a sample:", self.sample]
@@ -121,14 +121,3 @@ def continue_text(task: Task, sample: config.Sample) -> str:
         return words.decode(tokens)
     answer = words.decode(tokens[begin:])
     return f"{sample.prompt}\n{answer.partition(ending)[0] if ending else answer}"
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Core numbers as ranges: 0-3,8."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and spans[-1][1] == number - 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hytrain.errors import ConfigError
-from hytrain.recipe.text import TABLE_SUFFIXES, content, suffix
+from hytrain.extras import needed
+from hytrain.recipe.text import TABLE_SUFFIXES, content, files, suffix
 
 Row = dict[str, Any]
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"  # written by `Dataset.save_to_disk`, and by a DatasetDict's
@@ -31,7 +32,7 @@ def rows(paths: Sequence[Path]) -> Iterator[tuple[str, Row]]:
         if (path / SAVED).is_file():
             yield from _saved(path)
         else:
-            for file in _files(path):
+            for file in _tables(path):
                 yield from _parquet(file) if suffix(file) == ".parquet" else _json_lines(file)
 
 
@@ -44,18 +45,11 @@ def column(paths: Sequence[Path], name: str) -> Iterator[bytes]:
         yield row[name].encode()
 
 
-def _files(path: Path) -> Iterator[Path]:
+def _tables(path: Path) -> list[Path]:
     kinds = " or ".join(sorted(TABLE_SUFFIXES))
-    if path.is_file() and suffix(path) not in TABLE_SUFFIXES:
-        raise ConfigError(
-            f"The data file {path} has no rows that can be read, because its name does not end in {kinds}."
-        )
-    if not path.exists():
-        raise ConfigError(f"The data file {path} does not exist; correct data.paths.")
-    files = [path] if path.is_file() else [p for p in sorted(path.rglob("*")) if suffix(p) in TABLE_SUFFIXES]
-    if not files:
-        raise ConfigError(f"The data folder {path} holds no rows: no file that ends in {kinds}, no saved dataset.")
-    yield from files
+    wrong = f"has no rows that can be read, because its name does not end in {kinds}."
+    empty = f"holds no rows: no file that ends in {kinds}, no saved dataset."
+    return files(path, lambda file: suffix(file) in TABLE_SUFFIXES, wrong, empty)
 
 
 def _json_lines(file: Path) -> Iterator[tuple[str, Row]]:
@@ -73,11 +67,9 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
-    try:
+    with needed(str(file), "hytrain[data]"):
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise _missing(file) from None
     number = 0
     try:
         with ParquetFile(file) as table:
@@ -90,17 +82,11 @@ def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, Row]]:
-    try:
+    with needed(str(folder), "hytrain[data]"):
         from datasets import load_from_disk
-    except ImportError:
-        raise _missing(folder) from None
     try:
         table = load_from_disk(str(folder))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"The dataset in {folder} can't be read: {str(error).splitlines()[0]}") from None
     for number, row in enumerate(table, 1):
         yield f"{folder}, row {number},", dict(row)
-
-
-def _missing(path: Path) -> ConfigError:
-    return ConfigError(f"{path} needs the libraries of an extra: python -m pip install 'hytrain[data]'.")

@@ -92,7 +92,7 @@ def assemble(recipe: Recipe, checkpoint: Path | None, *, deferred: bool = False)
         source = source.model_copy(update={"path": checkpoint, "config": None})
     torch.manual_seed(recipe.run.seed)
     length = recipe.data.sequence_length
-    with job.together():
+    with job.ranks.together():
         if recipe.data.kind == "random":
             hf = models.configuration(source, None, length)
             corpus = Corpus(None, RandomBatches(hf.get_text_config().vocab_size, *_shape(recipe)))
@@ -120,7 +120,7 @@ def assemble(recipe: Recipe, checkpoint: Path | None, *, deferred: bool = False)
     if recipe.train.loss_chunks > 1:
         loss.in_chunks(model, recipe.train.loss_chunks)
     if recipe.train.compile is not None:
-        with job.together():
+        with job.ranks.together():
             models.compile_blocks(model, device)
     cost, peak = models.cost(model, hf, length), models.peak_tflops(device)
     return Task(recipe, device, model, corpus, cost, None if peak is None else peak * job.ranks.world, job)
@@ -165,7 +165,7 @@ def _read_examples(recipe: Recipe, checkpoint: Path | None) -> Corpus:
         training=ExampleBatches(training, recipe.run.seed, data.batch_size),
         validation=tuple(validation_examples(held_out, recipe.train.eval_batches, data.batch_size)),
         bytes_per_token=sum(len(words.decode(answer).encode()) for answer in answers) / sum(map(len, answers)),
-        conversations=chat.is_conversation(rows[0][1]),
+        conversations=not isinstance(rows[0][1].get("prompt"), str),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 
-from hytrain.recipe.config import Recipe, Section
+from hytrain.recipe.config import Recipe, Section, sections
 
 #: The values of keys that have no default.
 EXAMPLE: dict[str, dict[str, Any]] = {
@@ -34,16 +34,12 @@ def template() -> str:
     """The recipe as YAML. Sections that a recipe may leave out are commented out."""
     lines = ["# Every key of a recipe. Those with a default can be left out; docs/options.md explains them."]
     for name, field in Recipe.model_fields.items():
-        [section] = [kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)]
+        [section] = sections(field)
         optional = field.default is None
         [summary, *_] = (section.__doc__ or "").split("\n")
         block = [f"{name}:", *_keys(section, EXAMPLE.get(name, {}))]
         lines += ["", f"# {summary}", *(f"# {line}" if optional else line for line in block)]
     return "\n".join(lines) + "\n"
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Section)
 
 
 def _keys(section: type[Section], example: dict[str, Any]) -> Iterator[str]:

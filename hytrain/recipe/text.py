@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ def read(paths: Sequence[Path]) -> bytes:
 
     Raises ConfigError if a path is missing or unreadable, or if there is no text.
     """
-    return joined((content(file) for path in paths for file in _files(path)), paths)
+    return joined((content(file) for path in paths for file in _texts(path)), paths)
 
 
 def joined(documents: Iterable[bytes], paths: Sequence[Path]) -> bytes:
@@ -63,27 +63,31 @@ def _is_text(file: Path) -> bool:
     return suffix(file) in TEXT_SUFFIXES or (suffix(file) == "" and file.suffix.lower() in COMPRESSED)
 
 
-def _files(path: Path) -> Iterator[Path]:
-    kinds = ", ".join(sorted(TEXT_SUFFIXES | COMPRESSED))
-    if path.is_file():
-        if suffix(path) in TABLE_SUFFIXES:
-            raise ConfigError(
-                f"The data file {path} has rows and is not plain text; set data.kind: chat for conversations or for "
-                "prompts and completions, or name the column that holds the text as data.text_column."
-            )
-        if not _is_text(path):
-            raise ConfigError(f"The data file {path} is not read as text, because its name does not end in {kinds}.")
-        yield path
-    elif path.is_dir():
-        files = [p for p in sorted(path.rglob("*")) if _is_text(p) and p.is_file()]
-        if not files:
-            raise ConfigError(
-                f"The data folder {path} holds no text file (one that ends in {kinds}); files with rows need "
-                "data.kind: chat or data.text_column."
-            )
-        yield from files
-    else:
+def files(path: Path, is_wanted: Callable[[Path], bool], wrong: str, empty: str) -> list[Path]:
+    """A file, or those of a folder in the order of their names.
+
+    Raises ConfigError if there is none; `wrong` and `empty` end the sentences about a file and about a folder.
+    """
+    if not path.exists():
         raise ConfigError(f"The data file {path} does not exist; correct data.paths.")
+    if path.is_file() and not is_wanted(path):
+        raise ConfigError(f"The data file {path} {wrong}")
+    found = [path] if path.is_file() else [p for p in sorted(path.rglob("*")) if is_wanted(p) and p.is_file()]
+    if not found:
+        raise ConfigError(f"The data folder {path} {empty}")
+    return found
+
+
+def _texts(path: Path) -> list[Path]:
+    kinds = ", ".join(sorted(TEXT_SUFFIXES | COMPRESSED))
+    wrong = f"is not read as text, because its name does not end in {kinds}."
+    if suffix(path) in TABLE_SUFFIXES:
+        wrong = (
+            "has rows and is not plain text; set data.kind: chat for conversations or for prompts and completions, or "
+            "name the column that holds the text as data.text_column."
+        )
+    empty = f"holds no text file (one that ends in {kinds}); files with rows need data.kind: chat or data.text_column."
+    return files(path, _is_text, wrong, empty)
 
 
 def content(file: Path) -> bytes:

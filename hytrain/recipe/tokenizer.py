@@ -1,10 +1,5 @@
 """Tokenizers: text to token numbers and back. `AutoTokenizer` can load each from a checkpoint.
 
-    bytes   one token per byte, vocabulary 256
-    bpe     byte-level BPE, trained on the training text
-    path    the tokenizer in the user's folder
-    auto    the one in the model's folder; bytes for a new model
-
 The trainer makes one at the start of a run, or loads the checkpoint's when it resumes.
 """
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 from typing import Final, TypeVar
 
-from hytrain.config import CLUSTER_VARIABLE, Cluster, ClusterConfig, joined_cluster
+from hytrain.config import Cluster, ClusterConfig, joined_cluster, workers_environment
 from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainError
 from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat, holder, seat_file
@@ -203,12 +203,3 @@ def await_end(pid: int, timeout_s: float) -> bool:
         return _becomes_readable(descriptor, timeout_s)
     finally:
         os.close(descriptor)
-
-
-def workers_environment() -> dict[str, str]:
-    """This process's environment, with HyTrain's packages importable from where this process imported them."""
-    environment = {key: value for key, value in os.environ.items() if key != CLUSTER_VARIABLE}
-    home = str(Path(__file__).resolve().parents[2])
-    paths = [home, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
-    return environment

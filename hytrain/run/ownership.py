@@ -1,11 +1,6 @@
 """The agreement on changes of the placement of layers: three pure state machines.
 
-    coordinator (PlanLedger)        trainer (PlanBook)             optimizer (PlanBook)
-      propose ── Plan ─────────────────▶ acknowledge ◀── Plan ──────── acknowledge
-      both acknowledged ◀── PlanAck ────────┴───────────── PlanAck ────────┘
-      commit ── Reassign ──────────────▶ holds from its step on
-                                         boundary of that step ── TakeOver / GiveUp ──▶ checked against the plan
-      settled ◀── PlanApplied ───────────┴──────────────────────────── PlanApplied ──▶ settled
+docs/architecture.md draws the messages between coordinator (`PlanLedger`), trainer and optimizer (`PlanBook`).
 
 A plan for step s holds only if both sides have acknowledged it before the trainer begins backward s (I3). A plan that
 comes too late, or whose memory is not ready, is postponed to a later step. Only the trainer gets `Reassign`. The

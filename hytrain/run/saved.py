@@ -1,9 +1,7 @@
 """Which checkpoints a run has, read without torch: the launcher says what a run can go on from.
 
-    run/checkpoints/step-600/trainer_state.json     written last: with it, a folder is a checkpoint
-    run/checkpoints/history                         the folders that this run went through, the newest last
-
-`checkpoint` writes them.
+A folder with `STATE_FILE`, which is written last, is a checkpoint. `HISTORY` has the folders that a run went through,
+the newest last. `hytrain.recipe.checkpoint` writes them.
 """
 
 from __future__ import annotations

@@ -136,16 +136,12 @@ def load_state_dict(
         into.loss_scale.load(theirs[0].get("loss_scale"))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _saved_as(moment: Tensor, plane: str, own: Precision) -> str:
     """The `state_dtype` that a loaded moment had. float8's numbers are in bfloat16."""
     if own.state_dtype == "float8" and moment.dtype is torch.bfloat16:
         if float8.are_numbers(local(moment).flatten().cpu(), plane):
             return "float8"
-    return dtype_name(moment.dtype)
+    return str(moment.dtype).removeprefix("torch.")
 
 
 def tell_of_conversion(source: str, moments: set[str], has_masters: bool, own: Precision) -> None:

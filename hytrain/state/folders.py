@@ -48,7 +48,6 @@ from hytrain.run.ranks import Ranks
 from hytrain.state import manifest
 from hytrain.state.dicts import (
     OptimizerState,
-    Resting,
     check_groups,
     gather,
     hyper,
@@ -163,7 +162,9 @@ def save(folder: Path, state: OptimizerState, *, steps: int, memory: GpuMemory |
     with ranks.together(), manifest.writing(folder):
         made = _made(folder, lock) if ranks.rank == 0 else None
     own = ranks.gather(made)[0]
-    arrays = _trained(state.parameters, resting.precision) | _rested(resting)
+    arrays = _trained(state.parameters, resting.precision)
+    for rest in resting:
+        arrays |= {f"{plane}.{clean(rest.name)}": _held(each, rest.parameter) for plane, each in rest.planes.items()}
     file_of = {f"{plane}.{name}": file for name, file in files.items() for plane in STATE_PLANES}
     await_devices(array.like for array in arrays.values())
     loan = None if memory is None else _copy(arrays, memory, ranks)
@@ -379,14 +380,6 @@ def _trained(parameters: list[TrainedParameter], precision: Precision) -> Arrays
                 array = replace(array, write=partial(scatter, known, plane))
             arrays[f"{plane}.{clean(known.name)}"] = array
     return arrays
-
-
-def _rested(resting: Resting) -> Arrays:
-    return {
-        f"{plane}.{clean(rest.name)}": _held(values, rest.parameter)
-        for rest in resting
-        for plane, values in rest.planes.items()
-    }
 
 
 def _held(values: Tensor, parameter: nn.Parameter) -> Array:

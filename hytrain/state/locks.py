@@ -1,9 +1,5 @@
 """Folders that several processes write and read: locks of them, and files in them that may be anything.
 
-    locked(folder)      flock: others wait, or leave the folder alone; it ends with its process, however that ends
-    read(path)          a file's bytes; what is no file raises, where a pipe would have us wait for ever
-    said(error)         why a file cannot be written, and what helps
-
 The locks are those of the operating system. On a file system without them, as NFS may be, everybody has his.
 `manifest`, `folders` and `recipe` call this; it needs no torch.
 """

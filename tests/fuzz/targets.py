@@ -2,7 +2,7 @@
 
     codec         bytes ─▶ decode ─▶ a message, which comes back as it was, or WireError
     handshake     messages in any order ─▶ who has joined and is ready, or HandshakeError
-    handles       layers, sizes and handles ─▶ layouts within bounds, or HandleError
+    handles       layers and sizes ─▶ layouts within bounds, or HandleError
     arena         datagrams with descriptors ─▶ receive_arena: an arena or a refusal, or ValueError, EOFError, OSError
     coordinator   a worker that misbehaves ─▶ commands, or HandshakeError, OwnershipError, ValueError
     strangers     messages with the token ─▶ the same commands as without them
@@ -28,7 +28,7 @@ from protocol import handles
 from protocol import messages as m
 from protocol.address import Address
 from protocol.codec import MAX_FRAME_BYTES, WireError, decode, encode
-from protocol.handles import ArenaLayout, HandleError, TensorHandle
+from protocol.handles import ArenaLayout, HandleError
 from protocol.placement import Places
 from protocol.senders import is_named_after, may_send
 from tests.fuzz.frames import EDGES, Maker
@@ -134,21 +134,8 @@ def layouts(drawn: random.Random) -> int:
         for handle in filter(None, known.handles[plane]):
             assert handle.offset >= end, "planes overlap"
             end = handle.offset + handle.nbytes
-            handles.check_handle(handle, known)
     assert end <= known.nbytes
     for _ in range(LENGTH):
-        plane = drawn.choice([*known.handles, "", "weights''"])
-        row = [handle for handle in known.handles.get(plane, ()) if handle is not None]
-        base = drawn.choice(row) if row else TensorHandle(lid=0, plane="", segment=0, offset=0, numel=1, dtype="int16")
-        name = drawn.choice(["lid", "segment", "offset", "numel", "plane", "dtype"])
-        value = drawn.choice(["", "float32", "int16", "grads"] if name in ("plane", "dtype") else [-1, *EDGES])
-        wrong = replace(base, **{name: value})
-        try:
-            handles.check_handle(wrong, known)
-        except HandleError:
-            pass
-        else:
-            assert wrong in known.handles[wrong.plane], f"{wrong} was accepted"
         announced, file_bytes = drawn.choice([known.nbytes, *EDGES]), drawn.choice([known.nbytes, *EDGES])
         with suppress(HandleError):
             handles.check_arena(known, lid=drawn.choice([known.lid, *EDGES]), nbytes=announced, file_bytes=file_bytes)

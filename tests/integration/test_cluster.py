@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from pathlib import Path
 
 import psutil
@@ -177,14 +177,17 @@ def test_one_run_after_another_in_one_folder(
     def start(*overrides: str, steps: int = 0) -> tuple[int, str]:
         """The command's status and sentence, where its processes make so many steps: without one they refuse."""
 
-        def supervise(recipe: object, config: object, folder: Path, resolved: Path, *how: object) -> int:
-            resolved.write_text(f"a recipe of {steps} steps")
-            if steps:
-                with (folder / "metrics.jsonl").open("a") as metrics:
-                    metrics.write("a step\n" * steps)
-            return 0 if steps else 2
+        class Supervisor(nullcontext[object]):
+            def __init__(self, config: ClusterConfig, **others: object) -> None:
+                super().__init__(self)
 
-        monkeypatch.setattr(launcher, "_supervise_recipe", supervise)
+            def supervise(self, *command: object, **how: object) -> int:
+                if steps:
+                    with (folder / "metrics.jsonl").open("a") as metrics:
+                        metrics.write("a step\n" * steps)
+                return 0 if steps else 2
+
+        monkeypatch.setattr(launcher, "Supervisor", Supervisor)
         status = launcher.main([str(recipe), *[word for override in overrides for word in ("--set", override)]])
         while held:
             os.close(held.pop())  # as when the command ends

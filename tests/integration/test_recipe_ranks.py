@@ -121,7 +121,7 @@ def one_fails() -> tuple[bool, bool]:
     job = Job(Ranks.of_job())
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), wait_for_workers=False)
     try:
-        with job.together():
+        with job.ranks.together():
             if job.ranks.rank == 1:
                 raise ConfigError("no data")
     except ConfigError as error:

@@ -31,7 +31,7 @@ import psutil
 from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter, clear, merge
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
-from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading
+from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading, Publisher
 from protocol.quiet import rate_limited
 from workers.coordinate.coordinator_state import CoordinatorState
 from workers.coordinate.fleet import Commands
@@ -167,7 +167,7 @@ class Coordinator:
         self._network, self._nodes, self._state, self._metrics, self._trace = network, nodes, state, metrics, trace
         self._inbox = network.inbox()
         self._inbox.watch_descriptor("the launcher", life_fd)
-        self._publisher = network.publisher()
+        self._publisher = Publisher(network)
         self._gauges = Gauges()
         self._writing_trace = Lock()
         self._kept = kept or {}
@@ -326,7 +326,7 @@ class Coordinator:
             case Write() | Amend():
                 self._metrics.write(command)
             case Publish(status):
-                self._publisher.publish(status)
+                self._publisher.send(status)
                 self._nodes.publish(status)
             case Note(text):
                 _log.info("%s", text)

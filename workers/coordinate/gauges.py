@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from workers.affinity import read_text
+
 POWERCAP: Final = Path("/sys/class/powercap")
 
 _log = logging.getLogger("coordinator")
@@ -25,7 +27,9 @@ class Gauges:
     def __init__(self, powercap: Path = POWERCAP) -> None:
         self._nvml: Any = None
         self._joules: dict[object, tuple[float, float]] = {}  # the last reading of each counter, and when it was
-        zones = [path for path in sorted(powercap.glob("intel-rapl:*")) if _text(path / "name").startswith("package")]
+        zones = [
+            path for path in sorted(powercap.glob("intel-rapl:*")) if read_text(path / "name").startswith("package")
+        ]
         self._packages = [path for path in zones if _joules(path) is not None]  # AMD's have this name, too
 
     def watch(self, gpu: str) -> None:
@@ -87,13 +91,6 @@ class Gauges:
 
 def _joules(package: Path) -> float | None:
     try:
-        return float(_text(package / "energy_uj")) / 1e6
+        return float(read_text(package / "energy_uj")) / 1e6
     except ValueError:
         return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

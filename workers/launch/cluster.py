@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from hytrain.config import Cluster, ClusterConfig
+from hytrain.config import Cluster, ClusterConfig, workers_environment
 from hytrain.errors import ConfigError
 from hytrain.run import trace
 from hytrain.run.seats import FOLDER_PREFIX, temporary
@@ -38,7 +38,6 @@ RECORDS_GRACE_S: Final = 15.0
 COORDINATORS: Final = 3
 #: How often the files of the socket folder are touched. Systems remove files that are older than some days.
 TOUCH_EVERY_S: Final = 3600.0
-HOME: Final = str(Path(__file__).resolve().parents[2])
 
 
 class RunningCluster:
@@ -57,7 +56,10 @@ class RunningCluster:
     def start(self) -> None:
         """Start all. Raises `ClusterError` if one does not become ready, `ConfigError` for impossible cores."""
         trace.clear(self._run_dir)
-        self.socket_dir = _socket_folder()
+        try:
+            self.socket_dir = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary()))
+        except OSError as error:
+            raise ConfigError(f"there is no place for sockets: {error}; set another TMPDIR") from None
         affinity.choose(self._config.cores, self._config.threads, ranks=self._ranks)  # impossible cores are bad input
         token = secrets.token_hex(16)
         token_path = self.socket_dir / "token"
@@ -98,7 +100,7 @@ class RunningCluster:
 
     def _started(self, arguments: dict[Address, list[str]]) -> list[Child]:
         return [
-            process.start_worker(address, given, log_dir=self._log_dir, environment=environment())
+            process.start_worker(address, given, log_dir=self._log_dir, environment=workers_environment())
             for address, given in arguments.items()
         ]
 
@@ -173,17 +175,3 @@ class RunningCluster:
                 say(f"hytrain-cluster: no timeline: {error}")
         if self.socket_dir != Path():
             shutil.rmtree(self.socket_dir, ignore_errors=True)
-
-
-def _socket_folder() -> Path:
-    """A new folder that only this user can enter. Raises `ConfigError`."""
-    try:
-        return Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary()))
-    except OSError as error:
-        raise ConfigError(f"there is no place for sockets: {error}; set another TMPDIR") from None
-
-
-def environment() -> dict[str, str]:
-    """That of the processes: they import this checkout, or this installation."""
-    paths = [HOME, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

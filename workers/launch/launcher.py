@@ -1,13 +1,7 @@
 """The command `hytrain-cluster`. What it starts, `supervisor` supervises.
 
-hytrain-cluster RECIPE.yaml [--set a.b=v …]       trains a Hugging Face model on text
-hytrain-cluster script.py [argument …]            runs a user's own program as the trainer
-hytrain-cluster -m package.module [argument …]    the same, for a module
-hytrain-cluster --nproc-per-node N …              any of these on several ranks, through torchrun
-hytrain-cluster init [FILE]                       writes a recipe with every key
-hytrain-cluster check …                           any of these, and says whether the bits are torch's
-hytrain-cluster doctor                            says what this machine can train, and how fast
-(python -m workers.launch.launcher --attach PID)  starts coordinator and optimizers for running processes
+`--help` and docs/cluster.md have its commands. With `--attach PID`, `hytrain.run.cluster` has it start coordinator and
+optimizers for a plain script.
 """
 
 from __future__ import annotations
@@ -21,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hytrain import __version__
-from hytrain.config import ClusterConfig
+from hytrain.config import ClusterConfig, workers_environment
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.extras import needed
 from workers import run_folder
 from workers.exits import EXIT_USAGE
 from workers.launch import time_limit, torchrun
-from workers.launch.cluster import environment
 from workers.launch.output import drain, say
 from workers.launch.supervisor import Supervisor
 from workers.launch.torchrun import Job
@@ -47,13 +40,7 @@ PROGRAMS: Final = "a recipe (.yaml), a Python program (.py) or -m and a module"
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status of the first process that failed, or 2 for bad input."""
     try:
-        return _main(_parse(sys.argv[1:] if argv is None else argv))
-    finally:
-        drain()
-
-
-def _main(arguments: argparse.Namespace) -> int:
-    try:
+        arguments = _parse(sys.argv[1:] if argv is None else argv)
         if arguments.attach is not None:
             config = ClusterConfig(**json.loads(arguments.config))
             return _attach(arguments.attach, arguments.name, config, arguments.ranks)
@@ -61,6 +48,8 @@ def _main(arguments: argparse.Namespace) -> int:
     except (ClusterError, ConfigError, FileNotFoundError) as error:
         say(f"hytrain-cluster: {error}")
         return 1 if isinstance(error, ClusterError) else EXIT_USAGE
+    finally:
+        drain()
 
 
 def _parse(argv: Sequence[str], before: argparse.Namespace | None = None) -> argparse.Namespace:
@@ -121,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _run(_parse(arguments.arguments, arguments))
     if arguments.program == DOCTOR:
         command = [sys.executable, "-P", "-m", "workers.watch.doctor", *arguments.arguments]
-        os.execve(sys.executable, command, environment())
+        os.execve(sys.executable, command, workers_environment())
     program = Path(arguments.program)
     if program.suffix in (".yaml", ".yml"):
         late = argparse.ArgumentParser(prog="hytrain-cluster RECIPE.yaml", parents=[_options()])
@@ -194,16 +183,26 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
     config = ClusterConfig.resolve(flags=_flags(arguments), file=_cluster_settings(recipe))
     assert config.run_dir is not None, "a recipe names its folder"
     folder = Path(config.run_dir).resolve()
+
+    def supervise(resolved: Path) -> int:
+        """Run the recipe's processes, in the run's folder. The recipe is written to `resolved`."""
+        with Supervisor(config, default_name=recipe.run.name, ranks=job.ranks if job else 1) as supervisor:
+            resolved.write_text(recipes.dump(recipe))
+            command = [sys.executable, "-P", "-m", "workers.train.trainer", str(resolved), "--run-dir", str(folder)]
+            if sys.stderr.isatty():
+                command.append("--terminal")
+            return supervisor.supervise(command, job, end_s=end_s, restarts=restarts, recipe_in=folder)
+
     if (own := _claim(folder, job)) != folder:
         config = config.model_copy(update={"run_dir": str(own)})
-        return _supervise_recipe(recipe, config, folder, own / "recipe.yaml", job, end_s, restarts)
+        return supervise(own / "recipe.yaml")
     resolved, aside = folder / "recipe.yaml", None
     if recipe.train.resume is None and (aside := run_folder.set_aside(folder)) is not None:
         say(f"hytrain-cluster: {folder} had an earlier run in it, which is in {aside} now")
     before, progress = resolved.read_text() if resolved.exists() else None, run_folder.progress(folder)
     status = EXIT_USAGE
     try:
-        status = _supervise_recipe(recipe, config, folder, resolved, job, end_s, restarts)
+        status = supervise(resolved)
     finally:
         if status == EXIT_USAGE and aside is not None and run_folder.bring_back(folder, aside):
             say(f"hytrain-cluster: nothing was trained, so the earlier run is back in {folder}")
@@ -218,26 +217,6 @@ def _claim(folder: Path, job: Job | None) -> Path:
         return run_folder.claim_for_node(folder, job.meeting)
     run_folder.claim(folder)
     return folder
-
-
-def _supervise_recipe(
-    recipe: Recipe,
-    config: ClusterConfig,
-    folder: Path,
-    resolved: Path,
-    job: Job | None,
-    end_s: float | None,
-    restarts: int,
-) -> int:
-    """Run the recipe's processes, in the run's folder. The recipe is written to `resolved`."""
-    from hytrain.recipe import config as recipes
-
-    with Supervisor(config, default_name=recipe.run.name, ranks=job.ranks if job else 1) as supervisor:
-        resolved.write_text(recipes.dump(recipe))
-        command = [sys.executable, "-P", "-m", "workers.train.trainer", str(resolved), "--run-dir", str(folder)]
-        if sys.stderr.isatty():
-            command.append("--terminal")
-        return supervisor.supervise(command, job, end_s=end_s, restarts=restarts, recipe_in=folder)
 
 
 def _cluster_settings(recipe: Recipe) -> dict[str, Any]:

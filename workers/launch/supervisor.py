@@ -20,7 +20,7 @@ from typing import Final, Self
 
 import psutil
 
-from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
+from hytrain.config import CLUSTER_VARIABLE, ClusterConfig, workers_environment
 from hytrain.errors import ConfigError
 from hytrain.memory import host
 from hytrain.run import saved
@@ -29,7 +29,7 @@ from workers import run_folder
 from workers.exits import EXIT_AGAIN, EXIT_DIVERGED, EXIT_USAGE
 from workers.launch import process
 from workers.launch.attempts import DELIBERATE, Attempts
-from workers.launch.cluster import STOP_GRACE_S, RunningCluster, environment
+from workers.launch.cluster import STOP_GRACE_S, RunningCluster
 from workers.launch.output import say
 from workers.launch.process import RESTARTS, Child
 from workers.launch.signals import Signals
@@ -160,7 +160,7 @@ class Supervisor:
     def _attempt(self, command: Sequence[str], job: Job | None, counts: dict[str, str]) -> End:
         """Run the trainer, or the agent, until one of the processes has ended."""
         sockets, logs, output = str(self.cluster.socket_dir), self.run_dir / "logs", Tee()
-        variables = {**environment(), CLUSTER_VARIABLE: sockets, "PYTHONUNBUFFERED": "1", **counts}
+        variables = {**workers_environment(), CLUSTER_VARIABLE: sockets, "PYTHONUNBUFFERED": "1", **counts}
         name = "trainer-0" if job is None else AGENT
         try:
             if job is not None:

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from hytrain.kernels.backend import Backend, Elements, Into
+from hytrain.kernels.backend import Backend, Elements, Into, Operands
 from hytrain.kernels.scalars import Scalars
 from hytrain.memory.arena import HostArena, refuse_arena, send_arena
 from protocol.address import Address
-from protocol.handles import BANKED_PLANES, TensorHandle, bank_plane, layout
+from protocol.handles import BANKED_PLANES, DTYPE_BYTES, TensorHandle, bank_plane, layout
 from protocol.messages import Layer, Segment
 from protocol.rules import MOMENTS, ON_DEVICE
 
@@ -47,7 +47,7 @@ class SegmentPlanes:
     @classmethod
     def of(cls, arena: HostArena, index: int, segment: Segment) -> SegmentPlanes:
         def place(handle: TensorHandle | None) -> Place:
-            return (0, 0) if handle is None else (arena.address_of(handle), handle.nbytes // handle.numel)
+            return (0, 0) if handle is None else (arena.address + handle.offset, DTYPE_BYTES[handle.dtype])
 
         handles = arena.layout.handles
         banks = [
@@ -63,7 +63,7 @@ class SegmentPlanes:
         assert self.segment.rule == scalars.hyper.rule, "or its moments would be another rule's"
         assert self.segment.rule not in ON_DEVICE, "planned for the trainer's device"
         address, width = self.grads
-        backend.update(
+        of = Operands(
             **self._addresses(source, start),
             grads=address + start * width,
             numel=stop - start,
@@ -74,6 +74,7 @@ class SegmentPlanes:
             elements=Elements.of(self.segment, start),
             into=None if source == target else Into(**self._addresses(target, start)),
         )
+        backend.update(of)
 
     def _addresses(self, bank: int, start: int) -> dict[str, Any]:
         at = {plane: address + start * width for plane, (address, width) in self.banks[bank].items()}

@@ -22,7 +22,6 @@ The queue counts each segment's updates. A GradReady says the count that its upd
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, field
 
 from protocol.messages import GradReady, Layer, StepBegin, Verdict, WeightsReady
@@ -95,7 +94,7 @@ class UpdateQueue:
     _groups: tuple[Hyper, ...] = ()
     _float_mode: int = 0
     _work: dict[int, _Work] = field(default_factory=dict)
-    _heap: list[tuple[int, int]] = field(default_factory=list)
+    _queued: set[int] = field(default_factory=set)
     _done: dict[int, int] = field(default_factory=dict)
     _verdict: Verdict | None = None
     _awaits_verdict: bool = False
@@ -112,7 +111,7 @@ class UpdateQueue:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to update now. Gradients may still wait for a verdict."""
-        return not self._heap
+        return not self._queued
 
     def take_over(self, lid: int, banks: tuple[int, ...]) -> None:
         """The optimizer owns the layer from now on, with these current banks of its segments.
@@ -150,16 +149,14 @@ class UpdateQueue:
         if len(positions) != len(self.layers):
             raise QueueError(f"{len(positions)} positions for {len(self.layers)} layers")
         self.positions = list(positions)
-        self._requeue()
 
     def _requeue(self) -> None:
         """Queue all updates that can continue now, that is, those that do not only wait for the verdict."""
-        self._heap = [
-            (self.positions[lid], lid)
+        self._queued = {
+            lid
             for lid, work in self._work.items()
             if not work.is_complete and (work.ahead or lid not in self._unjudged)
-        ]
-        heapq.heapify(self._heap)
+        }
 
     def begin(self, message: StepBegin) -> None:
         """Begin a step, with its hyperparameters. Updates of the last step may still be unfinished."""
@@ -235,14 +232,14 @@ class UpdateQueue:
         elif self._verdict is not None and (done := self._judged(lid, self._verdict)) is not None:
             return done
         if work.ahead or lid not in self._unjudged:
-            heapq.heappush(self._heap, (self.positions[lid], lid))
+            self._queued.add(lid)
         return None
 
     def next_tile(self) -> Tile | None:
         """The next tile, of the first queued layer in forward order; None if none is queued."""
-        if not self._heap:
+        if not self._queued:
             return None
-        lid = self._heap[0][1]
+        lid = min(self._queued, key=self.positions.__getitem__)
         work = self._work[lid]
         while work.ready.counts[work.segment] == 0:
             work.segment += 1
@@ -273,16 +270,17 @@ class UpdateQueue:
             work.segment, work.start = work.segment + 1, 0
         if not work.is_complete:
             return None
-        self._heap.remove((self.positions[tile.lid], tile.lid))
-        heapq.heapify(self._heap)
+        self._queued.remove(tile.lid)
         return None if tile.lid in self._unjudged else self._finish(tile.lid)
 
     def check(self) -> None:
-        queued, waiting = {lid for _, lid in self._heap}, set(self._work) - {lid for _, lid in self._heap}
+        waiting = set(self._work) - self._queued
         assert set(self._work) <= set(self.counts) <= set(self.banks), "updates are owed only on layers that are owned"
-        assert queued <= set(self._work) and len(queued) == len(self._heap), "the heap has each update once"
+        assert self._queued <= set(self._work), "updates are queued"
         assert waiting <= self._unjudged <= set(self._work), "an update that is not queued awaits a verdict"
         assert not self._unjudged or (self._awaits_verdict and self._verdict is None), "none was given"
         for lid, work in self._work.items():
             assert work.is_complete <= (lid in self._unjudged and work.ahead), "finished updates are removed"
-            assert lid not in queued & self._unjudged or work.ahead, "only a speculative update runs before the verdict"
+            assert lid not in self._queued & self._unjudged or work.ahead, (
+                "only a speculative update runs before the verdict"
+            )

@@ -66,10 +66,10 @@ class Progress:
 
     def sent(self, lid: int, step: int, at_s: float) -> None:
         """The layer's update is final, and its WeightsReady was sent."""
-        queued_s = at_s - self._arrived_s.pop(lid)
+        del self._arrived_s[lid]
         self._drawn_waiting.discard(lid)
         if (update_s := self._update_s.pop(lid, None)) is not None:  # None in a skipped step
-            self._updates.append(CpuUpdate(lid=lid, update_s=update_s, queued_s=queued_s))
+            self._updates.append(CpuUpdate(lid=lid, update_s=update_s))
         if self._trace.draws(step):
             self._end_run()
             self._trace.instant("messages", f"WeightsReady {self._names[lid]}", at_s, lid=lid, step=step)

@@ -95,14 +95,6 @@ class Machine:
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns 2 for cores that this process may not use, and 1 if the CPU cannot be measured."""
-    try:
-        return _main(argv)
-    except (ClusterError, ConfigError) as error:
-        print(f"hytrain-cluster: {error}", file=sys.stderr)
-        return 1 if isinstance(error, ClusterError) else EXIT_USAGE
-
-
-def _main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="hytrain-cluster doctor", description="What this machine can train, and what to change first."
     )
@@ -114,13 +106,16 @@ def _main(argv: Sequence[str]) -> int:
     parser.add_argument("--gpu-memory-limit", type=int, metavar="BYTES", help="memory to plan with on the GPU")
     parser.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)  # only measure the CPU, print JSON
     asked = parser.parse_args(argv)
-    if asked.batch < 1 or asked.sequence < 1:
-        raise ConfigError("a step needs a sequence of a token: --batch and --sequence are at least 1")
-    if asked.cpu:
-        print(json.dumps(_measure_cpu(asked.cores, asked.threads)))
-        return 0
-    machine = examine(asked)
-    print(render(machine, asked.batch, asked.sequence))
+    try:
+        if asked.batch < 1 or asked.sequence < 1:
+            raise ConfigError("a step needs a sequence of a token: --batch and --sequence are at least 1")
+        if asked.cpu:
+            print(json.dumps(_measure_cpu(asked.cores, asked.threads)))
+        else:
+            print(render(examine(asked), asked.batch, asked.sequence))
+    except (ClusterError, ConfigError) as error:
+        print(f"hytrain-cluster: {error}", file=sys.stderr)
+        return 1 if isinstance(error, ClusterError) else EXIT_USAGE
     return 0
 
 

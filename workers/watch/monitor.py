@@ -1,22 +1,8 @@
 """`hytrain-monitor`: watches a running run from outside, reports on runs, and lists and deletes their folders.
 
-    hytrain-monitor [RUN]                    a live table on a terminal, otherwise one line per step
-    hytrain-monitor [RUN] --once [--json]    the current status
-    hytrain-monitor [RUN] --follow [--json]  one line per step, until the run ends; with --on-stall CMD and
-                                             --on-divergence CMD, it runs a command when that happens
-    hytrain-monitor [RUN] --set-k 0.3|auto   asks the coordinator to change k; so do --set-threads,
-                                             --set-policy and --set-objective
-    hytrain-monitor [RUN] --trace N          draws the timeline of the next N steps into trace.json
-    hytrain-monitor [RUN] --checkpoint       saves a checkpoint after one of the next steps
-    hytrain-monitor [RUN …] --web [PORT]     a page in a browser that follows runs, and /metrics for Prometheus
-    hytrain-monitor trace RUN                what it waited for in its timeline's steps: see timeline.py
-    hytrain-monitor report RUN …             a page about runs, live or ended: see report.py
-    hytrain-monitor --list [FOLDER]          the runs in a folder, live and ended
-    hytrain-monitor --prune [FOLDER]         deletes the folders of ended runs, after a question or with --keep N
-
     hytrain.monitoring.Client ─ statuses ─▶ Observer: what the processes use ─▶ status_text, status_table
 
-A monitor cannot slow a run down: see `hytrain.monitoring`.
+`--help` and docs/monitoring.md have its commands. A monitor cannot slow a run down: see `hytrain.monitoring`.
 """
 
 from __future__ import annotations
@@ -37,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from hytrain.errors import ClusterTimeout, ConfigError
+from hytrain.extras import needed
 from hytrain.monitoring import ANSWER_S, LOOK_S, Client, find, live_runs
 from hytrain.readable import age
 from protocol import messages as m
@@ -74,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return timeline.main(words[1:])
         arguments = _parse(words)
         if arguments.list:
-            return _list(arguments.run, as_json=arguments.json)
+            for line in _listing(_runs_in(arguments.run, or_live=True), time.time(), as_json=arguments.json):
+                print(line)
+            return 0
         if arguments.prune:
             return _prune(arguments.run, arguments.keep)
         if arguments.web is not None:
@@ -165,12 +154,8 @@ def _run(client: Client, arguments: argparse.Namespace) -> int:
 
 def _table(snapshot: Snapshot) -> str:
     """Raises `ConfigError` without rich."""
-    try:
+    with needed("the table, without which --json and --follow work,", "hytrain[monitor]"):
         from workers.watch.status_table import as_text
-    except ImportError:
-        raise ConfigError(
-            "the table needs rich: python -m pip install 'hytrain[monitor]'; --json and --follow work without it"
-        ) from None
     return as_text(snapshot)
 
 
@@ -215,12 +200,6 @@ def _web_token(file: str | None) -> str:
 
 
 # ---------------------------------------------------------------- runs' folders
-
-
-def _list(where: str | None, *, as_json: bool) -> int:
-    for line in _listing(_runs_in(where, or_live=True), time.time(), as_json=as_json):
-        print(line)
-    return 0
 
 
 def _prune(where: str | None, keep: int | None) -> int:
@@ -321,12 +300,8 @@ def _follow(
 
 def _watch(client: Client) -> int:
     """Show the live view on the terminal, until the user leaves it. Returns the exit status."""
-    try:
+    with needed("the live view, without which --follow works,", "hytrain[monitor]"):
         from workers.watch.screen import Screen
-    except ImportError:
-        raise ConfigError(
-            "the live view needs textual: python -m pip install 'hytrain[monitor]'; --follow works without it"
-        ) from None
 
     def send(command: m.Command) -> m.CommandReply:
         with Client(client.run) as other:  # a connection is for one thread

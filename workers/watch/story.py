@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from hytrain.errors import ConfigError
 from protocol.handles import Precision
-from protocol.metrics import BY_NAME, parsed
+from protocol.metrics import BY_NAME, records
 from workers import run_folder
 from workers.watch import timeline
 from workers.watch.timeline import Timeline
@@ -123,13 +123,11 @@ def read(folder: Path) -> Story:
         count = sum(1 for _ in file)
     means = _Means(max(1, math.ceil(count / POINTS)))
     with metrics.open("rb") as file:
-        for line in file:
-            with suppress(ValueError):
-                record = parsed(line)
-                if isinstance(record.get("step"), int):
-                    numbers = _numbers(record)
-                    means.add(record["step"], numbers)
-                    _add(story, record, numbers)
+        for record in records(file):
+            if isinstance(record.get("step"), int):
+                numbers = _numbers(record)
+                means.add(record["step"], numbers)
+                _add(story, record, numbers)
     if not story.steps:
         raise ConfigError(f"{folder} has no record of a step: there is nothing to report")
     story.lines = means.lines()
@@ -145,9 +143,8 @@ def _rank(metrics: Path) -> Rank | None:
     found: dict[str, list[float]] = {"step_s": [], "stall_s": [], "gather_s": []}
     rank, k = 0, 0.0
     with metrics.open("rb") as file:
-        for line in islice(file, WARM_UP_STEPS, None):
-            with suppress(ValueError, KeyError, TypeError, AttributeError):
-                record = parsed(line)
+        for record in records(islice(file, WARM_UP_STEPS, None)):
+            with suppress(KeyError):
                 rank, k = record["rank"], record["k"]
                 for name, values in found.items():
                     if (value := record.get(name)) is not None:

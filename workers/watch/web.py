@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 from hytrain.errors import ClusterTimeout, ConfigError
+from hytrain.extras import needed
 from hytrain.readable import gib
 from hytrain.run import trace
 from protocol import messages as m
@@ -279,11 +280,9 @@ def serve(runs: Sequence[tuple[Feed, Iterable[m.Status]]], port: int, token: str
 
     Raises `ConfigError` without the packages, or for a taken port.
     """
-    try:
+    with needed("--web", "hytrain[monitor]"):
         import starlette  # noqa: F401, only checks that they exist
         import uvicorn  # noqa: F401
-    except ImportError:
-        raise ConfigError("--web needs starlette and uvicorn: python -m pip install 'hytrain[monitor]'") from None
     try:
         listening = socket.create_server((HOST, port))
     except (OSError, OverflowError) as error:

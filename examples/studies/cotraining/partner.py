@@ -41,11 +41,11 @@ from examples.studies.cotraining.wire import (
     written,
 )
 from examples.studies.cotraining.work import Packed
+from hytrain.config import workers_environment
 from hytrain.errors import CapacityError, ClusterError
 from hytrain.memory.arena import SharedMemory
 from hytrain.memory.lending import Lent, Memory, spread, views
 from hytrain.memory.transfer import Transfer, transfers_for
-from hytrain.run.cluster import workers_environment
 from protocol.handles import PAGE_BYTES
 
 #: The module that the process runs, and the folder from which it is imported.

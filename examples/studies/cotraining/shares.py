@@ -290,7 +290,7 @@ class CoTraining:
 
     def _go_on(self, reason: str) -> None:
         self._tell(logging.WARNING, f"{reason}; from here on, all parts are trained without the CPU trainer")
-        self._end()
+        self.close()
 
     def _choose(self, planner: CpuPartsPlanner, partner: Partner, part: Any) -> None:
         """Plan, unless the CPU is trying out how long a part takes. That is a part of this step, computed twice."""
@@ -335,9 +335,6 @@ class CoTraining:
 
     def close(self) -> None:
         """End the CPU trainer. From then on `backward` trains all parts without it."""
-        self._end()
-
-    def _end(self) -> None:
         self._partner, self._planner, self._cpu_parts = None, None, 0
         self._close_partner()
 
