@@ -6,6 +6,9 @@
     any other use of a parameter        ─▶ Watched, BeforeUse        ─▶ waits for this parameter
     its gradient                        ─▶ OnGradient                ─▶ consumes the gradient
 
+`torch.compile(model)` traces the hooks of the modules inside. Then the whole model waits instead of them, and the graph
+has nothing of them (`Reads.hoist`).
+
 torch's encoder computes in another way in evaluation, its fast path, where it sees neither hooks nor watched
 parameters. It does not see these.
 
@@ -26,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 import torch
 from torch import nn
+from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
 from torch.jit._recursive import get_hook_stubs
 from torch.utils.hooks import RemovableHandle
 
@@ -97,6 +101,7 @@ class _Uncounted(UserDict[int, Any]):
 
 
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
+_ENCODERS: Final = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 class _GateHook(_Hook["Reads"]):
@@ -104,10 +109,26 @@ class _GateHook(_Hook["Reads"]):
         super().__init__(reads)
         self._gate = gate
 
+    def _vanishes(self, module: nn.Module) -> bool:
+        """The compiler traces a call of the hook: whether its graph can do without.
+
+        Not for torch's encoder in evaluation, which looks at its hooks.
+        """
+        return (module.training or not isinstance(module, _ENCODERS)) and self._is_hoisted()
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _is_hoisted(self) -> bool:
+        reads = self.target
+        return reads is None or self._gate is None or reads.hoist(self._gate)
+
 
 class BeforeForward(_GateHook):
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if not (torch.compiler.is_dynamo_compiling() and self._vanishes(module)):
+            self._enter(module)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter(self, module: nn.Module) -> None:
         reads = self.target
         if reads is None or self._gate is None:
             return
@@ -121,7 +142,6 @@ class BeforeForward(_GateHook):
 class BeforeEvaluation(BeforeForward):
     """Pre-hook of torch's encoder: unwatches its first layer, which it looks at."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
             super().__call__(module, args)
@@ -176,8 +196,12 @@ class OnGather(_GateHook):
 class AfterForward(_GateHook):
     """Forward hook of a module with a gate, also after an exception: from here on, uses are watched again."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not (torch.compiler.is_dynamo_compiling() and self._vanishes(module)):
+            self._leave(module, output)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave(self, module: nn.Module, output: Any) -> None:
         if isinstance(module, nn.TransformerEncoderLayer):
             for name in _FORWARD:
                 hooks = getattr(module, name)
@@ -185,6 +209,11 @@ class AfterForward(_GateHook):
         reads = self.target
         if reads is not None and self._gate is not None:
             reads.leave(self._gate, output)
+
+
+# Compiled code that calls a module has them traced. The compiler makes no code of them alone, where none calls it.
+for _hook in (BeforeForward, BeforeEvaluation, AfterForward):
+    skip_code(_hook.__call__.__code__)
 
 
 class BeforeRoot(_Hook["Engine"]):

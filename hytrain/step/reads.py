@@ -1,7 +1,8 @@
 """Waits for weights before modules read them.
 
     a module is called       BeforeForward ─▶ enter(gate)       waits for the updates of the module's layers
-    the model is called      engine ─▶ enter_root()             waits for parameters that no other module covers
+    the model is called      engine ─▶ enter_root()             waits for parameters that no other module covers, and
+                                                                for what compiled code reads
     any other use of one     Watched ─▶ `uses`                  waits for this parameter
     state_dict, save, …      engine ─▶ synchronize()            waits for all updates, on the host
     autograd, in backward    what was saved ─▶ `blocks`         fetches offloaded weights, and activations
@@ -21,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hytrain.errors import StaleReadError, UsageError
+from hytrain.errors import HyTrainError, StaleReadError, UsageError
 from hytrain.memory.clock import Mark, Stream
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, written
 from hytrain.model.watched import unwatched
@@ -29,7 +30,6 @@ from hytrain.step.autograd import REENTRANT, in_backward, inside_reentrant_check
 from hytrain.step.blocks import Blocks, tensors_in
 from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
-from hytrain.step.health import Health
 from hytrain.step.life import Event, State
 from hytrain.step.measure import Waited
 from hytrain.tensors import is_distributed
@@ -56,13 +56,19 @@ _NOT_GATHERED: Final = (
 
 
 class Reads:
-    """The modules of one model that read. `root` is the gate of parameters that no other module covers."""
+    """The modules of one model that read. `root` is the gate of parameters that no other module covers.
+
+    `_hoisted`: the gates of modules inside compiled code, for which the whole model waits. `_in_root`: it computes.
+    """
 
     def __init__(self, common: Common, trip: RoundTrip, blocks: Blocks) -> None:
         self.root = Gate()
         self._layers, self._parameters, self._overlap = common.layers, common.parameters, common.overlap
         self._health, self._meter = common.health, common.meter
         self._trip, self._offload, self._blocks, self._visits = trip, common.offload, blocks, common.visits
+        self._activations = common.activations
+        self._hoisted: dict[Gate, None] = {}
+        self._in_root = False
         self._order: dict[int, None] | None = {}  # layers as the first forwards entered them
         self.is_traced = False  # and so read by TorchScript, which calls none of this
 
@@ -136,13 +142,32 @@ class Reads:
 
     def leave(self, gate: Gate, output: Any = None) -> None:
         """A module's forward has ended, and returned `output`."""
-        gate.watch()
+        if not (self._in_root and gate in self._hoisted):
+            gate.watch()
         if gate.is_block or gate.block is not None:
             self._blocks.leave(gate, output)
 
+    def hoist(self, gate: Gate) -> bool:
+        """The compiler traces a call of the gate's module: whether the whole model waits instead of it from now on.
+
+        The graph that is being made computes now, too, so this waits as well. It is for plain parameters only: torch
+        does not call it where nobody has waited.
+        """
+        if not self._in_root or self._offload.may_offload or self._activations is not None:
+            return False
+        if gate not in self._hoisted:
+            self._hoisted[gate] = None
+            try:
+                self.enter(gate)
+            except HyTrainError:  # the hook raises it again, outside of the compiler, which would make it its own
+                return False
+        return True
+
     def enter_root(self) -> None:
         """The whole model is about to compute."""
-        self.enter(self.root)
+        self._in_root = True
+        for gate in (self.root, *self._hoisted):
+            self.enter(gate)
         self._blocks.enter_root()
 
     def leave_root(self, output: Any) -> None:
@@ -151,13 +176,28 @@ class Reads:
         A backward that comes through it after another one, but before `step()`, is refused before it begins: autograd
         would find changed weights, and name nobody.
         """
-        self.leave(self.root)
+        self._in_root = False
+        for gate in (self.root, *self._hoisted):
+            self.leave(gate)
         self._blocks.leave_root()
         if torch.is_grad_enabled():
-            refuse = _RefuseSecondBackward(self._health)
-            for tensor in tensors_in(output):
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(refuse)
+            before, after = _BeforeBackward(self), _AfterBackward(self)
+            for node in {node for tensor in tensors_in(output) if (node := tensor.grad_fn) is not None}:
+                node.register_prehook(before)
+                if self._hoisted:
+                    node.register_hook(after)
+
+    def enter_backward(self) -> None:
+        """The node that made the model's output is about to compute. That of compiled code does it with parameters."""
+        if self._health.life.state is State.COMMITTED:
+            self._health.require(Event.BEGIN, name="the model's output")
+        for gate in self._hoisted:
+            gate.unwatch()
+
+    def leave_backward(self) -> None:
+        """This node has computed. Only now do its gradients come, and updates begin."""
+        for gate in self._hoisted:
+            gate.watch()
 
     def _note_tracing(self) -> None:
         """`torch.jit.trace` makes a copy that has the same parameters. Raises `UsageError` if those are offloaded."""
@@ -232,12 +272,22 @@ class Reads:
         return tuple(order.index(lid) for lid in range(len(order)))
 
 
-class _RefuseSecondBackward:
-    def __init__(self, health: Health) -> None:
-        self._health = weakref.ref(health)
+class _NodeHook:
+    """A hook of the node that made the model's output. Graphs keep it, so its reference is weak."""
 
+    def __init__(self, reads: Reads) -> None:
+        self._reads = weakref.ref(reads)
+
+
+class _BeforeBackward(_NodeHook):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, gradients: tuple[Tensor, ...]) -> None:
-        health = self._health()
-        if health is not None and health.life.state is State.COMMITTED:
-            health.require(Event.BEGIN, name="the model's output")
+        if (reads := self._reads()) is not None:
+            reads.enter_backward()
+
+
+class _AfterBackward(_NodeHook):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
+        if (reads := self._reads()) is not None:
+            reads.leave_backward()
