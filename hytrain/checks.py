@@ -58,8 +58,6 @@ def check_masters(model: nn.Module, options: Options) -> None:
 
 def check_model(model: nn.Module) -> torch.device:
     """The device that the model is on. Raises `UnsupportedError` for what cannot be trained here."""
-    if not isinstance(model, nn.Module):
-        raise UnsupportedError(f"HyTrain needs the model itself, not {type(model).__name__}: hytrain.AdamW(model, …)")
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UnsupportedError(
             "with DistributedDataParallel, every rank would hold all state: apply fully_shard(…, "
@@ -93,29 +91,33 @@ def check_free(parameters: Iterable[Tensor], taken: Container[int]) -> None:
     """Raise `UnsupportedError` if another optimizer trains one of these."""
     if any(id(parameter) in taken for parameter in parameters):
         raise UnsupportedError(
-            "the model has parameters that another optimizer of HyTrain trains: give each its own part as the model "
-            "(AdamW(model.part)), or one optimizer all of them, in as many param_groups as wanted; or close() that one"
+            "another optimizer of HyTrain trains some of these parameters: give each parameter to one optimizer; or "
+            "close() that one"
         )
 
 
-def groups_for_torch(model: nn.Module, param_groups: ParamsT | None) -> list[dict[str, Any]]:
+def groups_for_torch(model: nn.Module | None, param_groups: ParamsT | None) -> list[dict[str, Any]]:
     """What torch's constructor takes, as lists. Frozen parameters stay in theirs, as in torch.
 
     Names stay beside their parameters: torch reads them. Empty groups stay, too: schedulers count them.
     """
-    if param_groups is None:
+    if model is not None and param_groups is None:
         return [{"params": list(model.parameters())}]
-    if isinstance(param_groups, int | float):
-        raise ConfigError(f"the second argument is param_groups: write lr={param_groups!r}")
+    if model is None and (isinstance(param_groups, Tensor | dict) or not isinstance(param_groups, Iterable)):
+        kind = type(param_groups).__name__
+        raise TypeError(f"params is a {kind}: parameters in a list or another iterable, groups of them, or the model")
+    assert param_groups is not None
     entries: list[Any] = [param_groups] if isinstance(param_groups, Tensor | dict) else list(param_groups)
+    if model is None and not entries:
+        return []
     groups = []
-    ours = {id(parameter) for parameter in model.parameters()}
+    ours = None if model is None else {id(parameter) for parameter in model.parameters()}
     for group in entries if entries and isinstance(entries[0], dict) else [{"params": entries}]:
         if not isinstance(group, dict) or "params" not in group:
             raise UnsupportedError('param_groups must be parameters of the model, or dictionaries with "params"')
         given = group["params"]
         given = [given] if isinstance(given, Tensor) else given if isinstance(given, set) else list(given)
-        if any(id(entry[1] if isinstance(entry, tuple) else entry) not in ours for entry in given):
+        if ours is not None and any(id(e[1] if isinstance(e, tuple) else e) not in ours for e in given):
             raise UnsupportedError("param_groups names a parameter that the model does not have")
         groups.append({**group, "params": given})
     return groups

@@ -1,6 +1,6 @@
 """`hytrain.AdamW`, `Adam`, `SGD`, `Lion` and `Muon`, the user's interface.
 
-    opt = hytrain.AdamW(model, lr=3e-4, weight_decay=0.1)
+    opt = hytrain.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
     for batch in loader:
         loss = model(**batch).loss
         loss.backward()
@@ -31,14 +31,14 @@ class Adam(Optimizer):
     """Adam (Kingma & Ba, 2015), as in `torch.optim.Adam`.
 
     Args:
-        model: As for `Optimizer`.
-        param_groups: As for `Optimizer`.
+        params: As for `Optimizer`.
         lr: Learning rate.
         betas: Decay rates of the first and the second moment.
         eps: Added to the square root of the second moment.
         weight_decay: Added to the gradient, times the weight: it is not decoupled.
         amsgrad: HyTrain has only False.
         maximize: Maximize the objective instead of minimizing it.
+        param_groups: As for `Optimizer`.
         options: The other options of `Optimizer`, which also says what is raised.
     """
 
@@ -46,8 +46,7 @@ class Adam(Optimizer):
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
-        param_groups: ParamsT | None = None,
+        params: nn.Module | Sequence[nn.Module] | ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -55,10 +54,11 @@ class Adam(Optimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        param_groups: ParamsT | None = None,
         **options: Unpack[TorchsOptions],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(model, param_groups, defaults, amsgrad=amsgrad, **options)
+        super().__init__(params, defaults, param_groups=param_groups, amsgrad=amsgrad, **options)
 
 
 class AdamW(Adam):
@@ -71,8 +71,7 @@ class AdamW(Adam):
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
-        param_groups: ParamsT | None = None,
+        params: nn.Module | Sequence[nn.Module] | ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -80,9 +79,12 @@ class AdamW(Adam):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        param_groups: ParamsT | None = None,
         **options: Unpack[TorchsOptions],
     ) -> None:
-        super().__init__(model, param_groups, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, **options)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, param_groups=param_groups, **options
+        )
 
 
 class SGD(Optimizer):
@@ -92,14 +94,14 @@ class SGD(Optimizer):
     A group's momentum may change, but not between 0 and other numbers.
 
     Args:
-        model: As for `Optimizer`.
-        param_groups: As for `Optimizer`.
+        params: As for `Optimizer`.
         lr: Learning rate.
         momentum: How much of the momentum buffer is kept in each step.
         dampening: The gradient's part in the buffer is 1 - dampening, from the second step on.
         weight_decay: Added to the gradient, times the weight: it is not decoupled.
         nesterov: Nesterov's momentum. It needs a momentum, and no dampening.
         maximize: Maximize the objective instead of minimizing it.
+        param_groups: As for `Optimizer`.
         options: The other options of `Optimizer`, which also says what is raised.
     """
 
@@ -107,8 +109,7 @@ class SGD(Optimizer):
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
-        param_groups: ParamsT | None = None,
+        params: nn.Module | Sequence[nn.Module] | ParamsT,
         lr: float = 1e-3,
         momentum: float = 0.0,
         dampening: float = 0.0,
@@ -116,10 +117,12 @@ class SGD(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        param_groups: ParamsT | None = None,
         **options: Unpack[TorchsOptions],
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(model, param_groups, {**defaults, "nesterov": nesterov, "maximize": maximize}, **options)
+        defaults |= {"nesterov": nesterov, "maximize": maximize}
+        super().__init__(params, defaults, param_groups=param_groups, **options)
 
 
 class Lion(Optimizer):
@@ -129,12 +132,12 @@ class Lion(Optimizer):
     times smaller than AdamW's, and a weight decay as many times larger.
 
     Args:
-        model: As for `Optimizer`.
-        param_groups: As for `Optimizer`.
+        params: As for `Optimizer`.
         lr: Learning rate.
         betas: The momentum's part in the sign of the step; its decay rate.
         weight_decay: Decoupled weight decay.
         maximize: Maximize the objective instead of minimizing it.
+        param_groups: As for `Optimizer`.
         options: The other options of `Optimizer`, which also says what is raised.
     """
 
@@ -142,17 +145,17 @@ class Lion(Optimizer):
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
-        param_groups: ParamsT | None = None,
+        params: nn.Module | Sequence[nn.Module] | ParamsT,
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
+        param_groups: ParamsT | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(model, param_groups, defaults, **options)
+        super().__init__(params, defaults, param_groups=param_groups, **options)
 
 
 class Muon(Optimizer):
@@ -162,10 +165,9 @@ class Muon(Optimizer):
     or visits it from host memory. With 4 bytes of state per parameter, no optimizer process updates it.
 
     Args:
-        model: As for `Optimizer`.
-        param_groups: As for `Optimizer`. Each group is Muon's, with parameters of two dimensions, or AdamW's, with
-            `use_muon=False`. By default, Muon has the matrices of the repeated blocks except embeddings, and AdamW has
-            all other parameters: embeddings, the head, norms and biases.
+        params: As for `Optimizer`. Each group is Muon's, with parameters of two dimensions, or AdamW's, with
+            `use_muon=False`. Of a model without `param_groups`, Muon has the matrices of the repeated blocks except
+            embeddings, and AdamW has all other parameters: embeddings, the head, norms and biases.
         lr: Learning rate of Muon's groups.
         weight_decay: Their decoupled weight decay.
         momentum: How much of the momentum buffer is kept in each step.
@@ -175,6 +177,7 @@ class Muon(Optimizer):
         ns_steps: The number of its steps.
         adjust_lr_fn: "original", or None, multiplies the learning rate of a matrix by sqrt(max(1, rows / columns));
             "match_rms_adamw" by 0.2 sqrt(max(rows, columns)), so that learning rates of AdamW fit.
+        param_groups: As for `Optimizer`.
         adamw: Hyperparameters of AdamW's groups, where they are not those of `torch.optim.AdamW`: `lr`, `betas`, `eps`,
             `weight_decay` and `maximize`.
         options: The other options of `Optimizer`, which also says what is raised.
@@ -184,8 +187,7 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
-        param_groups: ParamsT | None = None,
+        params: nn.Module | Sequence[nn.Module] | ParamsT,
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -195,6 +197,7 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
+        param_groups: ParamsT | None = None,
         adamw: Mapping[str, Any] | None = None,
         **options: Unpack[SharedOptions],
     ) -> None:
@@ -205,9 +208,13 @@ class Muon(Optimizer):
         own: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
         own |= {"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         self._defaults_of = {False: {"use_muon": False, **torchs, **rest}, True: {"use_muon": True, **own}}
-        super().__init__(model, param_groups, {}, **options)
+        super().__init__(params, {}, param_groups=param_groups, **options)
 
     def _groups_from(self, param_groups: ParamsT | None) -> list[dict[str, Any]]:
-        given = muon_groups(self._model) if param_groups is None else param_groups
-        groups = groups_for_torch(self._model, given)
+        if self._model is not None and param_groups is None:
+            param_groups = muon_groups(self._model)
+        groups = groups_for_torch(self._model, param_groups)
         return [{**self._defaults_of[bool(group.get("use_muon", True))], **group} for group in groups]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_defaults_of": self._defaults_of}

@@ -5,54 +5,51 @@
 
 from __future__ import annotations
 
-import gc
 import operator
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from hytrain import session
-from hytrain.algorithms import Algorithm
-from hytrain.checks import Groups, check_free, check_masters, check_model, check_same, groups_for_torch
-from hytrain.errors import UnsupportedError, UsageError
+from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.memory.lending import Lent
 from hytrain.memory.transfer import Transfer
-from hytrain.model import fsdp
 from hytrain.model.consumed import SCALER
 from hytrain.model.layers import clean
 from hytrain.model.parts import Parts
-from hytrain.model.trained import plane_dtypes
 from hytrain.model.watched import unwatched
-from hytrain.options import TABLE, Options
+from hytrain.options import TABLE
 from hytrain.run.ranks import Ranks
-from hytrain.session import Session
-from hytrain.state.saving import SavedOptimizer
+from hytrain.started import StartedOptimizer
 from hytrain.statistics import Statistics
-from hytrain.trackers import check_trackers
+from hytrain.step.scaling import LossScale
 
 
-class Optimizer(SavedOptimizer):
+class Optimizer(StartedOptimizer):
     """An optimizer whose state is on the GPU or in host memory, layer by layer: the base class of all algorithms.
 
     The GPU updates the layers whose state it holds. A CPU process updates the others while the GPU works. The
     coordinator process decides which layers are where. Given the same gradients, the result is the same bit for bit.
 
     Args:
-        model: The module to train. Its parameters stay where they are: float32, bfloat16 or float16, on one device.
-            After `fully_shard` or `parallelize_module`, each rank trains its shards; all ranks construct the optimizer
-            together. A pipeline's rank may give several modules.
-        param_groups: What torch's `params` takes, over parameters of `model`: an iterable of parameters, of names and
-            parameters, or of groups of them. By default, one group with all parameters.
+        params: What torch's `params` takes: an iterable of parameters, of names and parameters, or of groups of them.
+            Their model is the module that has them all and is called with gradients for the first time; until then this
+            is an optimizer like torch's. Or the module to train: then training is prepared at once. A pipeline's rank
+            may give several modules. Parameters stay where they are: float32, bfloat16 or float16, on one device. After
+            `fully_shard` or `parallelize_module`, each rank trains its shards; all ranks make the optimizer together,
+            and call the model for the first time together.
+        param_groups: For a model: those of its parameters that are trained, as torch's `params` takes them. By default,
+            one group with all parameters.
         defaults: The algorithm's hyperparameters, for groups without their own.
         options: Those of docs/options.md: `hytrain.options` is the table. Besides, what torch's class of the same name
             takes: `fused` and `foreach` choose among torch's implementations, so they are taken, and change nothing
             here. Others must have their defaults.
+
+    What is wrong with the model of parameters, its first forward raises.
 
     Raises:
         UnsupportedError: HyTrain refuses the model or a practice; the message says what to do instead.
@@ -62,38 +59,32 @@ class Optimizer(SavedOptimizer):
         ClusterError: The other processes did not start, or died.
     """
 
-    algorithm: ClassVar[Algorithm]
-
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
-        param_groups: ParamsT | None,
+        params: nn.Module | Sequence[nn.Module] | ParamsT,
         defaults: dict[str, Any],
+        *,
+        param_groups: ParamsT | None = None,
         **options: Any,
     ) -> None:
         if unknown := options.keys() - {*TABLE, *self.algorithm.not_offered, *self.algorithm.implementations}:
             raise TypeError(f"hytrain.{self.algorithm.name} has no option {min(unknown)!r}")
-        ranks = Ranks.of_job()
+        model = _model_in(params)
+        if model is None and param_groups is not None:
+            raise ConfigError("param_groups are of a model, hytrain.AdamW(model, param_groups=…): give them alone")
+        ranks = Ranks() if model is None else Ranks.of_job()
         with ranks.together():
-            self.algorithm.check_as_torch(options)
-            self._options = Options.of(self.algorithm, options)
-            if ranks.rank == 0:
-                check_trackers(self._options.log_to, "log_to")
-            self._model: nn.Module = Parts(model) if isinstance(model, list | tuple) else cast(nn.Module, model)
-            check_model(self._model)
-            check_masters(self._model, self._options)
-            fsdp.reshard(self._model)
-            super().__init__(self._groups_from(param_groups), defaults)
+            self._prepare(options)
+            if model is not None:
+                self._check_model(ranks, model)
+            self._model = model
+            super().__init__(self._groups_from(cast(ParamsT, params) if model is None else param_groups), defaults)
             for group in self.param_groups:
                 self.algorithm.check(group)
-            config = self._options.cluster_config()
-            self._groups = Groups(self, self.algorithm)
-            self._note_groups()
-            _replace(self._model, self.param_groups)
-        check_same(ranks, self._options)
-        self._session = Session(self._model, self._options, config, ranks=ranks, groups=self._groups)
-        self._close = weakref.finalize(self, self._session.close)
-        _made.add(self)
+        if model is None:
+            self._search()
+        else:
+            self._start(ranks)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Mark the end of a step. Its updates started while backward ran; see docs/backward-commits.md.
@@ -116,9 +107,10 @@ class Optimizer(SavedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), unwatched():
-            self._session.require_all_seen()
-            self._engine.step()
+        if self._starts_in_step():
+            with torch.no_grad(), unwatched():
+                self._session.require_all_seen()
+                self._engine.step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -129,7 +121,7 @@ class Optimizer(SavedOptimizer):
         Raises:
             UsageError: `set_to_none` is False, or the step's updates have started.
         """
-        if not set_to_none and not self._session.accumulation.timing.in_step:
+        if not set_to_none and not self._accumulation.timing.in_step:
             raise UsageError(
                 "zero_grad(set_to_none=False): HyTrain's gradients are gone after backward; use zero_grad(), or pass "
                 'updates="step"'
@@ -138,7 +130,7 @@ class Optimizer(SavedOptimizer):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _zero_grad(self, set_to_none: bool) -> None:
-        if set_to_none:
+        if set_to_none and self._started is not None:
             self._engine.drop_gradients()
         with unwatched():
             super().zero_grad(set_to_none=set_to_none)
@@ -151,10 +143,17 @@ class Optimizer(SavedOptimizer):
         Raises:
             UsageError: Called between backward and `step()`.
         """
-        if not hasattr(self, "_session"):  # torch's constructor
+        if not hasattr(self, "_groups"):  # torch's constructor
             super().add_param_group(param_group)
             return
-        before, groups = self._engine, len(self.param_groups)
+        groups = len(self.param_groups)
+        if self._is_searching:
+            for group in self._groups_from([param_group]):
+                super().add_param_group(group)
+                self.algorithm.check(self.param_groups[-1])
+            self._note_groups()
+            return
+        before = self._engine
         try:
             with self._session.ranks.together():
                 before.before_regroup("add_param_group")
@@ -171,24 +170,10 @@ class Optimizer(SavedOptimizer):
                 self._note_groups()
             raise
 
-    def _groups_from(self, param_groups: ParamsT | None) -> list[dict[str, Any]]:
-        """The groups that torch's constructor gets, with those of their defaults that not all of them have."""
-        return groups_for_torch(self._model, param_groups)
-
-    def _note_groups(self) -> None:
-        """Remember what the groups are, to notice when the loop changes more than it may."""
-        self._kept = [parameter for group in self.param_groups for parameter in group["params"]]  # by nothing else
-        self._groups.note()
-        self._no_state.planes = {
-            id(parameter): plane_dtypes(parameter, rule, self._options.precision)
-            for group, rule in zip(self.param_groups, self._groups.rules, strict=True)
-            for parameter in group["params"]
-        }
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Read by `GradScaler.step`, before anything else."""
-        timing = self._session.accumulation.timing
+        timing = self._accumulation.timing
         if timing.in_step:
             timing.saw("has a GradScaler")
             return False
@@ -210,15 +195,18 @@ class Optimizer(SavedOptimizer):
         Without `loss_scale`, the loss itself. Every backward of a step needs it, also those that only sum gradients.
         The scale does not change between them.
         """
+        if self._options.loss_scale is None:
+            return loss
         scaling = self._engine.loss_scale
-        return loss if scaling is None else scaling.scale(loss)
+        assert scaling is not None, "it is an option"
+        return scaling.scale(loss)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backwards only sum their gradients. The updates start in the first backward after it.
 
         Like `DistributedDataParallel.no_sync`, for loops that know which micro-batch is the last.
         """
-        return self._session.accumulation.held()
+        return self._accumulation.held()
 
     def lend_weights(self) -> dict[str, Lent]:
         """Wait for all updates, and say where another process finds the present weights, by the parameters' names.
@@ -257,14 +245,18 @@ class Optimizer(SavedOptimizer):
         Parameters wait by themselves when they are used. Call it before reading a view or an array that was made of one
         before the step.
         """
-        self._engine.synchronize()
+        if self._started is not None:
+            self._engine.synchronize()
 
     def import_weights(self) -> None:
         """Take the parameters' present values as the masters.
 
         Writes through torch are noticed without it. Call it after others, as through a NumPy array.
         """
-        self._engine.import_weights()
+        if self._started is not None:
+            self._engine.import_weights()
+        else:
+            self._resting.drop_remainders()
 
     def log(self, step: int, **numbers: float) -> None:
         """Add the loop's own numbers (loss, tokens/s, …) to the record of step `step`.
@@ -276,7 +268,11 @@ class Optimizer(SavedOptimizer):
 
         Raises `UsageError` for what no record can have, before anything is sent: training can go on.
         """
-        self._session.log(operator.index(step), {name: float(value) for name, value in numbers.items()})
+        number, given = operator.index(step), {name: float(value) for name, value in numbers.items()}
+        if self._is_searching:
+            self._logs.append((number, given))
+        else:
+            self._session.log(number, given)
 
     def checkpoint_requested(self) -> bool:
         """Whether `hytrain-monitor --checkpoint` has asked for a checkpoint since the last call.
@@ -284,7 +280,7 @@ class Optimizer(SavedOptimizer):
         A loop that calls it after each step, and saves when it is True, can be asked; without, the monitor says that
         it cannot. Recipes do. Each rank answers for itself, perhaps in another step than the others: agree on it.
         """
-        return self._engine.checkpoint_requested()
+        return self._started is not None and self._engine.checkpoint_requested()
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -293,7 +289,7 @@ class Optimizer(SavedOptimizer):
         It is computed if a step needs it: with `on_nonfinite`, with `loss_scale` (the norm is unscaled), or with
         `max_grad_norm` and global clipping. Reading its value waits for the device.
         """
-        return self._engine.grad_norm
+        return None if self._started is None else self._engine.grad_norm
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -301,8 +297,7 @@ class Optimizer(SavedOptimizer):
 
         It changes at the end of a step's last backward. Reading its value waits for the device.
         """
-        scaling = self._engine.loss_scale
-        return None if scaling is None else scaling.value
+        return None if self._options.loss_scale is None else cast(LossScale, self._engine.loss_scale).value
 
     @property
     def skipped_steps(self) -> int:
@@ -310,11 +305,11 @@ class Optimizer(SavedOptimizer):
 
         The last step may be missing: its norm may not be known yet.
         """
-        return self._engine.skipped_steps
+        return 0 if self._started is None else self._engine.skipped_steps
 
     def statistics(self) -> Statistics:
         """The last finished step: its time, stall, k, and the layers that the GPU owns."""
-        return self._engine.statistics
+        return Statistics() if self._started is None else self._engine.statistics
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
         """Role, process ID and cores of each of the run's processes."""
@@ -332,37 +327,9 @@ class Optimizer(SavedOptimizer):
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """End this optimizer, and the processes that it started. Runs by itself at exit.
 
-        Raises:
-            NonFiniteGradients: The last step's gradients were not finite, with `on_nonfinite="raise"`. Everything is
-                closed.
-        """
-        self._saver.close()
-        self._close()
-
-
-#: All that were made and still exist, also those that are closed.
-_made: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-def _replace(model: nn.Module, param_groups: list[dict[str, Any]]) -> None:
-    """Close the optimizers of parameters that a new one is made for: the newest one trains them.
-
-    A notebook's cell that makes `opt` anew cannot close the old one, which has the name until then. Whoever still uses
-    the old one gets an error. Raises `UnsupportedError` if another one trains other parameters of the model.
-    """
-    if any(other._close.alive for other in _made):
-        gc.collect()  # an unreachable optimizer may be in a reference cycle: a scheduler creates one
-    given = {id(p): p.requires_grad for group in param_groups for p in group["params"]}
-    trained = {identity for identity, needs_gradient in given.items() if needs_gradient}
-    for other in list(_made):
-        same = other._model is model and any(identity in given for ids in other._groups.ids for identity in ids)
-        if same or other._session.trains(trained):
-            other._session.last_words = (
-                "this optimizer is closed, as a newer one was made for parameters that it trained: use the newer "
-                "one, or give one optimizer all of them, in as many param_groups as wanted"
-            )
-            other.close()
-    check_free((parameter for parameter in model.parameters() if parameter.requires_grad), session.managed())
+def _model_in(params: Any) -> nn.Module | None:
+    """The model, or the container of several modules; None if these are parameters."""
+    if isinstance(params, list | tuple) and any(isinstance(part, nn.Module) for part in params):
+        return Parts(params)
+    return params if isinstance(params, nn.Module) else None

@@ -27,7 +27,6 @@ from torch.utils.weak import TensorWeakRef
 
 from hytrain.build import Build, Site
 from hytrain.checks import Groups, check_free, check_model
-from hytrain.config import ClusterConfig
 from hytrain.errors import UsageError
 from hytrain.memory.arena import allow_descriptors
 from hytrain.memory.capacity import gpu_memory
@@ -47,7 +46,6 @@ from hytrain.step.accumulation import Accumulation
 from hytrain.step.check import SelfCheck
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
-from hytrain.step.timing import Timing
 from hytrain.trackers import THREAD_NAME, Trackers
 from protocol.messages import Log
 
@@ -71,7 +69,14 @@ class Session:
     """
 
     def __init__(
-        self, model: nn.Module, options: Options, config: ClusterConfig, *, ranks: Ranks, groups: Groups
+        self,
+        model: nn.Module,
+        options: Options,
+        *,
+        ranks: Ranks,
+        groups: Groups,
+        accumulation: Accumulation,
+        resting: dicts.Resting,
     ) -> None:
         self._pid = os.getpid()
         self.ranks = ranks
@@ -79,12 +84,12 @@ class Session:
         came_from = check_model(model)
         device = options.device or came_from
         self.memory = gpu_memory(device)
-        self.accumulation = Accumulation(options.grad_accumulation, Timing(options.updates_on(ranks.world)))
-        self.resting = dicts.Resting(options.algorithm, options.precision)
+        self.resting = resting
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []
         self._engine: Engine | None = None
         self._numbers = StepNumbers()
+        config = options.cluster_config()
         self._check = SelfCheck(config.check, options, groups) if config.check else None
         self._others: list[TensorWeakRef] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
@@ -102,7 +107,7 @@ class Session:
             self._place,
             device,
             self.memory,
-            self.accumulation,
+            accumulation,
             self._check,
             {},
         )
@@ -260,6 +265,18 @@ class Session:
         if (last := self.engine.statistics).step and last is not self._tracked:
             self._tracked = last
             self._trackers.write(self.engine.steps, {"step_s": last.step_s, "stall_s": last.stall_s, "k": last.k})
+
+    def begin_with(self, steps: int, loss_scale: dict[str, Any] | None) -> None:
+        """State was loaded before this session began, and rests: go on from it."""
+        self.engine.expose_state()
+        names = {id(parameter): name for name, parameter in self._site.model.named_parameters()}
+        for rest in self.resting:
+            rest.name = names[id(rest.parameter)]
+        self.resting.give(self.parameters)
+        if self.engine.loss_scale is not None:
+            self.engine.loss_scale.load(loss_scale)
+        self.restored(steps)
+        self.engine.state_was_loaded()
 
     def restored(self, steps: int) -> None:
         """The state of a run after `steps` steps was loaded: go on with its count."""

@@ -103,11 +103,11 @@ class Adopted(Optimizer):
 
     def follow(self, gradients: accelerate.state.GradientState) -> None:
         """Let Accelerate decide which backwards only accumulate. The number may differ from `grad_accumulation`."""
-        self._session.accumulation.ask(lambda: not gradients.sync_gradients)
+        self._accumulation.ask(lambda: not gradients.sync_gradients)
 
     def accumulates_elsewhere(self) -> None:
         """From now on, a step is one backward as HyTrain sees it: FSDP2 sums what comes before."""
-        self._session.accumulation.count_no_more()
+        self._accumulation.count_no_more()
 
     def close(self) -> None:
         """As `Optimizer.close`. The Accelerator then clips and saves without HyTrain."""
@@ -314,7 +314,7 @@ def adopt(
         raise UnsupportedError(f"the model is on {device}, not {accelerator.device}: accelerator.prepare(model) first")
     wanted = {"grad_accumulation": accelerator.gradient_accumulation_steps, **options}
     kind: type[Adopted] = type(optimizer.__name__, (adopted, optimizer), {})
-    opt = kind(model, param_groups, *arguments, **wanted)
+    opt = kind(model, *arguments, param_groups=param_groups, **wanted)
     opt.follow(accelerator.gradient_state)
     if accelerator not in _hooks:
         _hooks[accelerator] = _Hooks(accelerator)

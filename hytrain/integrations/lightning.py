@@ -61,10 +61,10 @@ def adopt(
             'precision="16-mixed" comes with a GradScaler, too late for HyTrain: use "bf16-mixed", or leave it out'
         )
     opt: Optimizer = optimizer(
-        module if model is None else model, param_groups, *arguments, **options | {"max_grad_norm": given}
+        module if model is None else model, *arguments, param_groups=param_groups, **options | {"max_grad_norm": given}
     )
     loop = weakref.ref(trainer.fit_loop.epoch_loop)
-    opt._session.accumulation.ask(lambda: (running := loop()) is not None and running._should_accumulate())
+    opt._accumulation.ask(lambda: (running := loop()) is not None and running._should_accumulate())
     if not isinstance(vars(trainer.precision_plugin).get("clip_gradients"), _Clipping):
         trainer.precision_plugin.clip_gradients = _Clipping(trainer.precision_plugin)
     trainer.precision_plugin.clip_gradients.limits[opt] = given

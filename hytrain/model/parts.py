@@ -1,10 +1,10 @@
-"""Several modules that one optimizer trains: the parts of a pipeline's rank."""
+"""Several modules that one optimizer trains: the parts of a pipeline's rank, or modules that are called one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from hytrain.errors import UnsupportedError
 
@@ -30,6 +30,22 @@ class Parts(nn.Module):
         memo = set() if memo is None else memo
         for part in self.children():
             yield from part.named_modules(memo, prefix, remove_duplicate)
+
+
+class Loose(nn.Module):
+    """Parameters that belong to no module that is known."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        # Not by `register_parameter`: torch's optimizers take other tensors, too.
+        self._parameters.update((f"loose_{index}", parameter) for index, parameter in enumerate(parameters))  # type: ignore[misc]
+
+
+def joined(parts: Sequence[nn.Module], parameters: Sequence[Tensor]) -> nn.Module:
+    """The model that has these parts, and those of these parameters that no part has."""
+    inside = {id(parameter) for part in parts for parameter in part.parameters()}
+    loose = [parameter for parameter in parameters if id(parameter) not in inside]
+    return parts[0] if len(parts) == 1 and not loose else Parts([*parts, *([Loose(loose)] if loose else [])])
 
 
 def roots(model: nn.Module) -> list[nn.Module]:

@@ -59,7 +59,7 @@ def hytrain_optimizer(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
     names = {"weight_decay", "grad_accumulation", "max_grad_norm", "loss_scale", "on_nonfinite"}
     optimizer = kinds[train.optimizer](
         model,
-        groups,
+        param_groups=groups,
         gradient_dtype=None if dtype == "auto" else getattr(torch, dtype),
         **numbers,
         **train.model_dump(include=names),

@@ -215,6 +215,22 @@ class Resting:
         planes = {plane: part.cpu() for plane, part in parts.items() if part is not None}
         self._of[id(parameter)] = Rest(name, TensorWeakRef(parameter), count_of(entry), planes, None)
 
+    def begin(self, groups: list[dict[str, Any]]) -> None:
+        """The state before the first step, of all parameters that need gradients."""
+        rules = rules_of(groups, self.algorithm)
+        for parameter in (p for group in groups for p in group["params"] if p.requires_grad and p.numel()):
+            own, planes = local(parameter).detach(), dict[str, Tensor]()
+            for plane, dtype in plane_dtypes(parameter, rules[id(parameter)], self.precision).items():
+                planes[plane] = torch.zeros_like(own, dtype=dtype, device="cpu")
+                if plane == "remainder":
+                    clear_remainder(planes[plane], own)
+            self._of[id(parameter)] = Rest("", TensorWeakRef(parameter), 0, planes, None)
+
+    def drop_remainders(self) -> None:
+        """Make the weights the masters."""
+        for rest in self:
+            rest.planes.pop("remainder", None)
+
     def drop(self, parameters: list[TrainedParameter]) -> None:
         for known in parameters:
             self._of.pop(id(known.parameter), None)

@@ -17,7 +17,7 @@ from hytrain.memory.capacity import GpuMemory
 from hytrain.model.consumed import NO_STATE, NoState
 from hytrain.run.ranks import Ranks
 from hytrain.state import dicts
-from hytrain.state.dicts import OptimizerState
+from hytrain.state.dicts import OptimizerState, Resting
 from hytrain.state.saver import Saver
 from hytrain.step.engine import Engine
 
@@ -27,14 +27,21 @@ if TYPE_CHECKING:
 
 
 class SavedOptimizer(torch.optim.Optimizer):
-    """The state of an optimizer that has a session: what torch, Accelerate and users read, save and load of it."""
+    """The state of an optimizer: what torch, Accelerate and users read, save and load of it.
 
-    _model: nn.Module
+    Before its session starts, state that is loaded rests, with the number of its steps and its loss scale in `_loaded`,
+    or is in `_folder`. `_logs` is what the loop has logged by then.
+    """
+
+    _model: nn.Module | None
+    _started: Session | None
     _session: Session
+    _resting: Resting
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self._saver = Saver()
-        super().__init__(params, defaults)
+    _saver: Saver
+    _loaded: tuple[int, dict[str, Any] | None] | None
+    _folder: str | Path | None
+    _logs: list[tuple[int, dict[str, float]]]
 
     @property
     def _engine(self) -> Engine:
@@ -42,6 +49,8 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def _state(self, asked: str) -> OptimizerState:
         """All state, with every update. Raises `UsageError` between backward and `step()`."""
+        if self._started is None:
+            return OptimizerState(self.param_groups, [], self._resting)
         engine, session = self._engine, self._session
         engine.before_load(asked)
         engine.expose_state()
@@ -60,9 +69,12 @@ class SavedOptimizer(torch.optim.Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        self._engine.import_written()
-        state = dicts.state_dict(self._state("opt.state_dict()"))
-        state["steps"] = self._engine.steps
+        if self._started is None and self._folder is None:
+            state = self._state_before_start()
+        else:
+            self._engine.import_written()
+            state = dicts.state_dict(self._state("opt.state_dict()"))
+            state["steps"] = self._engine.steps
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
         return state
@@ -77,18 +89,51 @@ class SavedOptimizer(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        named = list(self._model.named_parameters(remove_duplicate=False))
-        dicts.load_state_dict(state_dict, self._state("opt.load_state_dict()"), named, self._import_for_loading)
+        into = self._state("opt.load_state_dict()")
+        dicts.load_state_dict(state_dict, into, self._named(state_dict["param_groups"]), self._import_for_loading)
         counts = map(dicts.count_of, state_dict["state"].values())
-        self._session.restored(state_dict.get("steps", max(counts, default=0)))
-        self._engine.state_was_loaded()
+        steps = state_dict.get("steps", max(counts, default=0))
+        if self._started is None:
+            self._folder = None
+            self._loaded = steps, state_dict["param_groups"][0].get("loss_scale")
+        else:
+            self._session.restored(steps)
+            self._engine.state_was_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
     def _import_for_loading(self) -> None:
         """Called before state is overwritten. Keeps remainders: what is loaded may be a view of the current state."""
-        self._engine.import_weights(keep_remainder=True)
-        self._engine.expose_state()
+        if self._started is not None:
+            self._engine.import_weights(keep_remainder=True)
+            self._engine.expose_state()
+
+    def _named(self, labels: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
+        """All names of the model's parameters. Before it is found, what a state calls them in torch's order."""
+        if self._model is not None:
+            return list(self._model.named_parameters(remove_duplicate=False))
+        groups = zip(labels, self.param_groups, strict=False)
+        pairs = [zip(theirs["params"], ours["params"], strict=False) for theirs, ours in groups]
+        return [(str(label), parameter) for group in pairs for label, parameter in group]
+
+    def _state_before_start(self) -> dict[str, Any]:
+        """What `state_dict` returns: what was loaded, or the state before the first step."""
+        steps, loss_scale = self._loaded or (0, None)
+        resting = self._resting
+        if self._loaded is None:
+            resting = Resting(resting.algorithm, resting.precision)
+            resting.begin(self.param_groups)
+        state = dicts.state_dict(OptimizerState(self.param_groups, [], resting))
+        if loss_scale is not None:
+            state["param_groups"][0]["loss_scale"] = loss_scale
+        return {**state, "steps": steps}
+
+    def _give_what_was_loaded(self) -> None:
+        """The session has started: it continues with the state."""
+        if self._loaded is not None:
+            self._session.begin_with(*self._loaded)
+        if self._folder is not None:
+            self.load(self._folder)
 
     @property  # type: ignore[override]
     def state(self) -> NoState:
@@ -100,10 +145,6 @@ class SavedOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_no_state"):
             raise UsageError(NO_STATE)
         self._no_state = NoState()  # torch's constructor
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Called by `copy` and `pickle`."""
-        raise UsageError("an optimizer of HyTrain cannot be copied or pickled: use its state_dict(), or opt.save")
 
     def save(self, folder: str | Path) -> None:
         """Write the whole optimizer state into `folder` as safetensors: step counts, moments, remainders.
@@ -153,6 +194,10 @@ class SavedOptimizer(torch.optim.Optimizer):
         from hytrain.state import folders
 
         self._saver.wait()
+        if self._model is None:
+            self._folder, self._loaded = folder, None
+            self._resting.clear()
+            return
         named = dict(self._model.named_parameters())
         self._session.restored(folders.load(Path(folder), self._state("opt.load()"), named, self._import_for_loading))
         self._engine.state_was_loaded()

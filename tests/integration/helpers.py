@@ -171,20 +171,21 @@ def scale_by_hand(model: nn.Module, opt: Any, factor: float = 0.5) -> None:
     opt.import_weights()
 
 
-def adamw(model: nn.Module, *arguments: Any, **options: Any) -> AbstractContextManager[hytrain.AdamW]:
+def adamw(params: Any, param_groups: Any = None, **options: Any) -> AbstractContextManager[hytrain.AdamW]:
     """`hytrain.AdamW` at this project's learning rate, closed at the end."""
-    return opened(hytrain.AdamW, model, *arguments, **{"lr": LR, **options})
+    return opened(hytrain.AdamW, params, param_groups, **{"lr": LR, **options})
 
 
 @contextmanager
-def opened(kind: type[Optimizer], model: nn.Module, *arguments: Any, **options: Any) -> Iterator[Any]:
+def opened(kind: type[Optimizer], params: Any, param_groups: Any = None, **options: Any) -> Iterator[Any]:
     """An optimizer of HyTrain, closed at the end."""
-    opt: Any = kind(model, *arguments, **options)
+    opt: Any = kind(params, param_groups=param_groups, **options)
     _began[opt] = time.monotonic()
     try:
         yield opt
     except BaseException:
-        for pid in (*opt._session._cluster.optimizer_pids, opt._session._cluster.coordinator_pid):
+        cluster = None if opt._started is None else opt._started._cluster
+        for pid in () if cluster is None else (*cluster.optimizer_pids, cluster.coordinator_pid):
             with suppress(psutil.Error):
                 psutil.Process(pid).resume()  # closing waits for what a stopped one still has to do
         raise

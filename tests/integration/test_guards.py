@@ -213,7 +213,7 @@ def test_an_empty_parameter_does_no_harm(k: float) -> None:
     same_as_torch(lambda model, opt: train(model, opt, range(4), loss), made, k=k)
     model = made()
     with pytest.raises(UnsupportedError, match="nothing to train"):
-        hytrain.AdamW(model, [{"params": [model.nothing]}])
+        hytrain.AdamW(model, param_groups=[{"params": [model.nothing]}])
 
 
 def test_the_memory_of_layers_that_left_the_device_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,11 +263,11 @@ def test_what_muon_cannot_be(options: dict[str, Any], sentence: str) -> None:
 def test_which_groups_cannot_be() -> None:
     model = perceptron()
     with pytest.raises(ConfigError, match=r"a parameter of shape \(32,\) .* put it into a group with use_muon=False"):
-        hytrain.Muon(model, model.parameters())
+        hytrain.Muon(model.parameters())
     with pytest.raises(ConfigError, match="use_muon is 1: True or False"):
-        hytrain.Muon(model, [{"params": list(model.parameters()), "use_muon": 1}])
+        hytrain.Muon([{"params": list(model.parameters()), "use_muon": 1}])
     with pytest.raises(UnsupportedError, match="hytrain.Muon has no option 'maximize'"):
-        hytrain.Muon(model, [{"params": [model[0][0].weight], "maximize": True}])
+        hytrain.Muon([{"params": [model[0][0].weight], "maximize": True}])
     with pytest.raises(
         ConfigError, match="Linear has no repeated blocks with matrices for Muon: name them in param_groups"
     ):

@@ -125,14 +125,15 @@ GROUPS: dict[str, Callable[[Any], Any]] = {
 def test_groups_are_given_as_to_torch(form: str) -> None:
     model = perceptron()
     expected = torch.optim.AdamW(GROUPS[form](model), lr=1e-2).param_groups
-    with hytrain.AdamW(model, GROUPS[form](model), lr=1e-2) as opt:
+    with hytrain.AdamW(model, param_groups=GROUPS[form](model), lr=1e-2) as opt:
         for group, theirs in zip(opt.param_groups, expected, strict=True):
             assert list(map(id, group["params"])) == list(map(id, theirs["params"]))
             assert all(group[name] == theirs[name] for name in group.keys() - {"params"})
             assert group.get("param_names") == theirs.get("param_names")
         train(model, opt, range(2), square_loss)
     mixed = [*model[0].named_parameters(), *model[1].parameters()]
-    for kind in (partial(torch.optim.AdamW, mixed), partial(hytrain.AdamW, model, mixed)):
+    of_model = partial(hytrain.AdamW, model, param_groups=mixed)
+    for kind in (partial(torch.optim.AdamW, mixed), of_model, partial(hytrain.AdamW, mixed)):
         with pytest.raises(ValueError, match="with/without names"):
             kind()
 

@@ -54,7 +54,6 @@ MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "gaps": (with_weight(lambda: torch.zeros(4, 8)[:, ::2]), "contiguous"),
     "one memory for two": (over_one_memory, "share memory"),
     "DataParallel": (lambda: nn.DataParallel(perceptron()), "DataParallel"),
-    "parameters in place of the model": (lambda: perceptron().parameters(), "needs the model itself"),
 }
 
 
@@ -103,7 +102,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"betas": (0.9, 0.99, 0.999)}, r"betas is \(0\.9, 0\.99, 0\.999\): two numbers"),
     ({"fused": True, "foreach": True}, "fused and foreach cannot be True together"),
     ({"fused": "yes"}, "fused is 'yes': True, False or None"),
-    ({"param_groups": 3e-4}, "the second argument is param_groups: write lr=0.0003"),
     ({"betas": (0.9, 1.0)}, "betas"),
     ({"maximize": "yes"}, "maximize is 'yes'"),
     ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
@@ -144,7 +142,7 @@ def test_parameter_groups() -> None:
         ({"params": [*parameters, nn.Parameter(torch.zeros(3))]}, "that the model does not have"),
     ):
         with pytest.raises(UnsupportedError, match=sentence):
-            hytrain.AdamW(model, [{"params": parameters, **group}])
+            hytrain.AdamW(model, param_groups=[{"params": parameters, **group}])
     for kind, name in ((hytrain.AdamW, "amsgrad"), (hytrain.Adam, "decoupled_weight_decay"), (hytrain.SGD, "fused")):
         sentence = f"hytrain.{kind.__name__} has no option '{name}'"
         with pytest.raises(UnsupportedError, match=sentence) if name != "fused" else nullcontext():
@@ -166,16 +164,6 @@ def test_keys_of_others_in_parameter_groups() -> None:
         opt.add_param_group({**opt.param_groups[0], "params": list(model[2].parameters())})
         train(model, opt, range(2, 4), square_loss)
         assert [len(group["params"]) for group in opt.param_groups] == [2, 2, 2]
-
-
-def test_two_optimizers_over_different_parameters_of_one_model() -> None:
-    """Refused, and the first one goes on."""
-    model = perceptron()
-    with adamw(model, model[0].parameters()) as opt:
-        for again in (model, nn.Sequential(model[1], model[0])):
-            with pytest.raises(UnsupportedError, match=r"give each its own part as the model \(AdamW\(model.part\)\)"):
-                hytrain.AdamW(again, model[1].parameters())
-        train(model, opt, range(3), square_loss)
 
 
 def test_too_little_host_memory_shows_the_arithmetic() -> None:
