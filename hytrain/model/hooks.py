@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.decorators import skip_code  # type: ignore[attr-defined]
+from torch._dynamo.eval_frame import skip_code
 from torch.jit._recursive import get_hook_stubs
 from torch.utils.hooks import RemovableHandle
 
