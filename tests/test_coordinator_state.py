@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hytrain.planner import Limits, Profile
+from hytrain.planner import ENOUGH_STEPS, Limits, Profile
 from hytrain.planner.book import THREADS_EXPONENT
 from hytrain.run.ownership import OwnershipError
 from protocol import messages as m
@@ -27,7 +27,6 @@ from workers.coordinate.records import LOG_PATIENCE_STEPS
 from workers.coordinate.tracing import Tracing
 from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
 from workers.planning import BESIDE_TRAINING, WARM_UP_STEPS, Planning
-from workers.planning.measured import CPU_PATIENCE_STEPS
 from workers.planning.plane_bytes import PlaneBytes
 from workers.planning.planning import _Wanted
 from workers.planning.room import MARGIN_TO_OTHERS
@@ -767,10 +766,8 @@ def test_after_a_change_of_threads_a_plan_waits_for_the_cpus_times(driver: Drive
         assert driver.planning._measured.awaits_cpu_times(2), "they are taken in once their step was measured"
         assert len(on_gpu(driver.plan(report(3, measured=2)).places)) > 0
     else:
-        waited = [driver.sent(report(step)) for step in range(3, 3 + CPU_PATIENCE_STEPS)]
-        assert waited == [[]] * CPU_PATIENCE_STEPS and not driver.planning._measured.awaits_cpu_times(
-            2 + CPU_PATIENCE_STEPS
-        )
+        waited = [driver.sent(report(step)) for step in range(3, 3 + ENOUGH_STEPS)]
+        assert waited == [[]] * ENOUGH_STEPS and not driver.planning._measured.awaits_cpu_times(2 + ENOUGH_STEPS)
 
 
 @pytest.mark.parametrize("continues", [True, False])

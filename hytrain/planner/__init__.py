@@ -13,16 +13,18 @@ verdicts on norms ──▶ whether the CPU waits for verdicts (mode.py)
 from __future__ import annotations
 
 from hytrain.planner.book import Ewma, MeasurementBook, Rates
-from hytrain.planner.contention import Crowding
+from hytrain.planner.contention import ENOUGH_STEPS, REMEMBERED_STEPS, Crowding
 from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
 from hytrain.planner.ladder import SAME_SPEED, Infeasible
-from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
+from hytrain.planner.mode import ClippedShare, ahead, drawn, gain
 from hytrain.planner.moves import first_part
 from hytrain.planner.policies import Decision, Shares, decide, drawn_offloads, drawn_visits, first_lids
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Order, Profile
 from hytrain.planner.simulate import Event, Timeline, simulate
 
 __all__ = [
+    "ENOUGH_STEPS",
+    "REMEMBERED_STEPS",
     "SAME_SPEED",
     "Crowding",
     "Decision",
@@ -50,7 +52,6 @@ __all__ = [
     "first_lids",
     "first_part",
     "gain",
-    "is_worth_it",
     "prefix_for",
     "simulate",
 ]

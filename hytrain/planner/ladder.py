@@ -27,7 +27,6 @@ from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_fo
 from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Timeline, simulate
 
-BETWEEN = 4  # rungs tried between the ends of the stalls of usual and of slower steps
 SAME_SPEED = 0.01  # step times closer than this fraction count as equal, and memory decides
 
 
@@ -124,13 +123,12 @@ def search(steps: Steps) -> int:
     rungs = [ladder.rung_for(k, profile) for k in (cotrain_k(profile), balance_k(profile))]
     no_stalls = _no_stalls(steps, guess)
     rungs += [no_stalls, highest]
-    # Clipped steps, and those in which the CPU is slow, stall up to a higher rung: the best may be in between.
+    # Clipped steps, and those in which the CPU is slow, stall up to a higher rung.
     slower = [replace(profile, speculates=False)] if profile.speculates and profile.clipped else []
     slower += [profile.with_cpu(max(profile.cpu_paces))] if profile.cpu_paces else []
     if slower:
         waiting = max(_no_stalls(Steps(other, ladder), no_stalls) for other in slower)
-        stride = max(1, (waiting - no_stalls) // BETWEEN)
-        rungs += [waiting, max(waiting - 1, lowest), *range(no_stalls, waiting, stride)]
+        rungs += [waiting, max(waiting - 1, lowest)]
     fastest = steps.fastest(*rungs)
     enough_s = steps[fastest].step_s * (1 + SAME_SPEED)
     return _first(lambda j: steps[j].step_s <= enough_s, lowest, fastest, (lowest + fastest) // 2)

@@ -11,13 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from hytrain.planner.ladder import SAME_SPEED
 from hytrain.planner.policies import mixed
 from hytrain.planner.profile import Profile
 from hytrain.planner.simulate import simulate
 
-#: The fraction of a step that being ahead must save to go on. To begin, it is `SAME_SPEED`: so the mode does not flap.
-KEEP_GAIN: Final = 0.003
 WEIGHT: Final = 0.1  # weight of the newest step in the smoothed share
 
 
@@ -48,11 +45,6 @@ def gain(profile: Profile, gpu_lids: frozenset[int], clipped: float) -> float:
     """The fraction of a step that being ahead saves, with these layers on the GPU."""
     waiting_s = simulate(replace(profile, speculates=False), gpu_lids).step_s
     return 1 - simulate(ahead(profile, clipped), gpu_lids).step_s / waiting_s if waiting_s else 0.0
-
-
-def is_worth_it(gained: float, *, now: bool) -> bool:
-    """Whether to be ahead from now on. `now` says whether the CPU is ahead already."""
-    return gained >= (KEEP_GAIN if now else SAME_SPEED)
 
 
 def drawn(seed: int) -> bool:

@@ -55,7 +55,7 @@ class Mode:
         is_ahead, why = self._best(policy, profile, plan, seed)
         decision = plan(self._in(profile, is_ahead))
         ends = self._is_ahead and not is_ahead and policy != "random"
-        if decision.changed and ends and planner.is_worth_it(self._gain(profile, current), now=True):
+        if decision.changed and ends and self._gain(profile, current) >= planner.SAME_SPEED:
             self._waits_from_plan = why  # with the current layers it still pays
             return decision, []
         self._waits_from_plan = None
@@ -72,7 +72,7 @@ class Mode:
         there = replace(profile, visit=decision.visit, offload=decision.offload)
         gained = self._gain(there, decision.gpu_lids)
         why = f"{share:.0%} of the steps are clipped, updating ahead saves {gained:.1%} of a step"
-        return planner.is_worth_it(gained, now=self._is_ahead), why
+        return gained >= planner.SAME_SPEED, why
 
     def _gain(self, profile: Profile, gpu_lids: frozenset[int]) -> float:
         return planner.gain(profile, gpu_lids, self._clipped.value)
