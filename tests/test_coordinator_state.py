@@ -702,7 +702,7 @@ def test_a_second_bank_is_host_memory_that_stays(driver: Driver, speculate: bool
         ("stop", "now", "unknown command 'stop'; known: k, policy, objective, threads"),
         ("k", "1.5", "k is '1.5'"),
         ("k", "nan", "k is 'nan'"),
-        ("policy", "best", "policy 'best' is unknown; known: fixed, cotrain"),
+        ("policy", "best", "policy 'best' is unknown; known: fixed, balance"),
         ("policy", "fixed", 'policy "fixed" needs a k'),
         ("objective", "fun", "objective 'fun' is unknown; known: speed"),
         ("threads", "0", "threads is '0': give a number from 1 to 9999"),
@@ -785,7 +785,7 @@ def test_commands_and_clipping_are_remembered_while_the_same_training_goes_on(dr
     plan = driver.plan(OPTIMIZERS, OPTIMIZER)
     assert (plan.policy == "fixed" and plan.k == 1.0) is continues
     assert driver.planning.wishes.objective == ("gpu-memory" if continues else "speed")
-    assert driver.planning.mode._clipped.value == (pytest.approx(1.0, abs=0.2) if continues else 0.0)
+    assert driver.planning.mode.clipped == (pytest.approx(1.0, abs=0.2) if continues else 0.0)
 
 
 def test_a_record_waits_for_the_loops_own_numbers(driver: Driver) -> None:

@@ -7,18 +7,16 @@ sizes, limits ─▶ first_lids() ─▶ the first plan    │
                                      formulas.py ◀─┤  where to begin the search (ladder.py)
                                      simulate.py ◀─┘  the predicted step
 now, then, room ─▶ first_part(): what moves first (moves.py)
-verdicts on norms ──▶ whether the CPU waits for verdicts (mode.py)
 """
 
 from __future__ import annotations
 
 from hytrain.planner.book import Ewma, MeasurementBook, Rates
 from hytrain.planner.contention import ENOUGH_STEPS, REMEMBERED_STEPS, Crowding
-from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
+from hytrain.planner.formulas import balance_k, deadline_k, prefix_for
 from hytrain.planner.ladder import SAME_SPEED, Infeasible
-from hytrain.planner.mode import ClippedShare, ahead, drawn, gain
 from hytrain.planner.moves import first_part
-from hytrain.planner.policies import Decision, Shares, decide, drawn_offloads, drawn_visits, first_lids
+from hytrain.planner.policies import Decision, Shares, decide, drawn_offloads, drawn_visits, first_lids, mixed
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Order, Profile
 from hytrain.planner.simulate import Event, Timeline, simulate
 
@@ -31,7 +29,6 @@ __all__ = [
     "Event",
     "Ewma",
     "Infeasible",
-    "ClippedShare",
     "LayerFacts",
     "LayerProfile",
     "Limits",
@@ -41,17 +38,14 @@ __all__ = [
     "Rates",
     "Shares",
     "Timeline",
-    "ahead",
     "balance_k",
-    "cotrain_k",
     "deadline_k",
     "decide",
-    "drawn",
     "drawn_offloads",
     "drawn_visits",
     "first_lids",
     "first_part",
-    "gain",
+    "mixed",
     "prefix_for",
     "simulate",
 ]

@@ -1,7 +1,7 @@
 """Closed forms for k, the fraction of the parameters that the GPU owns.
 
-Owns the arithmetic of the published policies and of our own first guess. All use the profile's totals, as if layers
-were uniform and copies took no time. `policies.py` rounds them to whole layers and checks memory.
+Owns the arithmetic of the published policy "balance" and of our own first guess. Both use the profile's totals, as if
+layers were uniform and copies took no time. `policies.py` rounds them to whole layers and checks memory.
 
     |<------- t_B ------->|<------ t_F ------>|      backward, then the next step's forward
          |<------------ t_U, the CPU's updates ------------>|
@@ -11,15 +11,6 @@ were uniform and copies took no time. `policies.py` rounds them to whole layers 
 from __future__ import annotations
 
 from hytrain.planner.profile import Profile
-
-
-def cotrain_k(profile: Profile) -> float:
-    """(t_U - t_B) / (2 t_U): the GPU takes half of what the CPU cannot update during backward.
-
-    Source: CoTrain (ICPP'23), the separation distance.
-    """
-    t_u = profile.cpu_update_s
-    return _clamped((t_u - profile.backward_s) / (2 * t_u)) if t_u else 0.0
 
 
 def balance_k(profile: Profile) -> float:

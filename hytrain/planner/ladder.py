@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from hytrain.errors import HyTrainError
-from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
+from hytrain.planner.formulas import balance_k, deadline_k, prefix_for
 from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Timeline, simulate
 
@@ -114,15 +114,14 @@ class Steps:
 def search(steps: Steps) -> int:
     """The lowest rung within 1 % of the fastest.
 
-    Bisection assumes that stalls shrink from rung to rung. A busy link can violate that slightly, so the rungs of the
-    other policies are tried too: the default must not be slower than they are.
+    Bisection assumes that stalls shrink from rung to rung. A busy link can violate that slightly, so the rung of policy
+    "balance" is tried too: the default must not be slower than that.
     """
     ladder, profile = steps.ladder, steps.profile
     lowest, highest = ladder.lowest, len(ladder.layers)
     guess = ladder.rung_for(deadline_k(profile), profile)
-    rungs = [ladder.rung_for(k, profile) for k in (cotrain_k(profile), balance_k(profile))]
     no_stalls = _no_stalls(steps, guess)
-    rungs += [no_stalls, highest]
+    rungs = [ladder.rung_for(balance_k(profile), profile), no_stalls, highest]
     # Clipped steps, and those in which the CPU is slow, stall up to a higher rung.
     slower = [replace(profile, speculates=False)] if profile.speculates and profile.clipped else []
     slower += [profile.with_cpu(max(profile.cpu_paces))] if profile.cpu_paces else []

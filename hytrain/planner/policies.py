@@ -5,7 +5,7 @@ decision out as a plan.
 
     limits ──▶ Ladder (ladder.py): what fits, as nested sets, its rungs
                  │
-                 ├─ fixed, cotrain, balance: the first rung with at least their k
+                 ├─ fixed, balance: the first rung with at least their k
                  ├─ deadline: the best for the objective (deadline.py) ──▶ target ──▶ worth the move? ──▶ Decision
                  └─ random: a rung of a shuffled ladder                                └─ no: no change
 """
@@ -23,7 +23,7 @@ from typing import Any, Final
 from hytrain.planner.book import ROLES
 from hytrain.planner.contention import LITTLE
 from hytrain.planner.deadline import CLEAR_SAVING, Target, aim, worth_moving
-from hytrain.planner.formulas import balance_k, cotrain_k, prefix_for
+from hytrain.planner.formulas import balance_k, prefix_for
 from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, build_ladder
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import simulate
@@ -78,8 +78,8 @@ def decide(
     allows.
 
     "deadline" moves layers for speed if the predicted gain is above the fraction `min_gain` of a step and repays the
-    moves within `horizon_steps`, and for memory if the saving is clear and costs no speed. "cotrain" and "balance"
-    follow their formulas, except for changes smaller than `LITTLE`.
+    moves within `horizon_steps`, and for memory if the saving is clear and costs no speed. "balance" follows its
+    formula, except for changes smaller than `LITTLE`.
 
     Raises Infeasible if nothing fits, ValueError for an unknown policy, objective or layer or a k outside [0, 1].
     """
@@ -97,7 +97,7 @@ def decide(
     limits = limits.beside_visits(profile)
     target = _target(policy, profile, limits, fixed_k, current, objective, seed)
     if target.gpu_lids != current and limits.allow(profile, current):
-        if policy in ("cotrain", "balance"):
+        if policy == "balance":
             target = _unless_close(profile, current, target)
         elif policy == "deadline":
             target = worth_moving(objective, profile, limits, current, target, horizon_steps, min_gain)
@@ -127,8 +127,6 @@ def _target(
     ladder = build_ladder(profile, limits, profile.layers)
     if policy == "fixed" and fixed_k is not None:
         return _by_formula("k as given", fixed_k, profile, ladder)
-    if policy == "cotrain":
-        return _by_formula("(t_U - t_B) / 2 t_U", cotrain_k(profile), profile, ladder)
     if policy == "balance":
         return _by_formula("(t_U - t_B) / (1 + α) t_U", balance_k(profile), profile, ladder)
     if policy == "random":
