@@ -1,4 +1,4 @@
-"""The pipeline on paper, the formulas against it, and the decisions made with both."""
+"""The pipeline on paper, and the decisions made with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from hytrain.planner import (
     Limits,
     Profile,
     balance_k,
-    deadline_k,
     decide,
     prefix_for,
     simulate,
@@ -426,23 +425,11 @@ def test_a_step_is_the_work_of_the_gpu_and_its_stalls(data: st.DataObject) -> No
     assert all(stall_s > 0 for stall_s in timeline.stalls_s.values()) and not timeline.stalls_s.keys() & owned
 
 
-whole = st.integers(0, 12)
-
-
-@given(n=st.integers(1, 14), t_b=whole, t_f=whole, c=st.integers(1, 40), g=whole)
-def test_deadline_k_is_the_least_without_stalls(n: int, t_b: int, t_f: int, c: int, g: int) -> None:
-    profile = uniform(n, backward_s=t_b, forward_s=t_f, cpu_update_s=c, gpu_update_s=g, numel=c)
-    free = [k for k in range(n + 1) if not simulate(profile, lids(*range(k)), tile_numel=1).stalls_s]
-    assert prefix_for(deadline_k(profile), profile) == lids(*range(free[0]))
-
-
-def test_formulas_by_hand() -> None:
+def test_the_formula_by_hand() -> None:
     profile = uniform(10, cpu_update_s=4.0, gpu_update_s=1.0)  # t_U 40, t_B 20, t_F 10, alpha 1/4
     assert balance_k(profile) == 20 / 50
-    assert deadline_k(profile) == pytest.approx((40 - 0.9 * 30) / 50)
-    assert deadline_k(uniform(10, cpu_update_s=4.0, gpu_update_s=1.0, d2h_s=6.0, h2d_s=6.0)) == 16 / 4 / 10
     hopeless = uniform(3, cpu_update_s=99.0, backward_s=0.0, forward_s=0.0, gpu_update_s=0.0)
-    assert (balance_k(hopeless), deadline_k(hopeless)) == (1.0, 1.0)
+    assert balance_k(hopeless) == 1.0
     assert balance_k(with_cpu(profile, 0.1)) == 0
 
 

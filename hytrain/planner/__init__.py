@@ -4,7 +4,7 @@ trainer, optimizer                coordinator, at a step boundary
 measured times ──▶ MeasurementBook ──profile()──▶ decide() ──▶ Decision ──▶ plan
                     (book.py)                      │  (policies.py, deadline.py)
 sizes, limits ─▶ first_lids() ─▶ the first plan    │
-                                     formulas.py ◀─┤  where to begin the search (ladder.py)
+                                       ladder.py ◀─┤  what fits, and the search in it
                                      simulate.py ◀─┘  the predicted step
 now, then, room ─▶ first_part(): what moves first (moves.py)
 """
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from hytrain.planner.book import Ewma, MeasurementBook, Rates
 from hytrain.planner.contention import ENOUGH_STEPS, REMEMBERED_STEPS, Crowding
-from hytrain.planner.formulas import balance_k, deadline_k, prefix_for
-from hytrain.planner.ladder import SAME_SPEED, Infeasible
+from hytrain.planner.ladder import SAME_SPEED, Infeasible, balance_k, prefix_for
 from hytrain.planner.moves import first_part
 from hytrain.planner.policies import Decision, Shares, decide, drawn_offloads, drawn_visits, first_lids, mixed
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Order, Profile
@@ -39,7 +38,6 @@ __all__ = [
     "Shares",
     "Timeline",
     "balance_k",
-    "deadline_k",
     "decide",
     "drawn_offloads",
     "drawn_visits",

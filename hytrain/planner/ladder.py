@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from hytrain.errors import HyTrainError
-from hytrain.planner.formulas import balance_k, deadline_k, prefix_for
 from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Timeline, simulate
 
@@ -32,6 +31,30 @@ SAME_SPEED = 0.01  # step times closer than this fraction count as equal, and me
 
 class Infeasible(HyTrainError, ValueError):
     """No choice of layers respects both memory limits."""
+
+
+def balance_k(profile: Profile) -> float:
+    """(t_U - t_B) / ((1 + alpha) t_U): CPU and GPU finish their updates at the same time, if copies take none.
+
+    Source: HyTrainDNN. alpha is the measured GPU update time over the CPU's.
+    """
+    t_u = profile.cpu_update_s
+    return min(1.0, max(0.0, (t_u - profile.backward_s) / ((1 + profile.alpha) * t_u))) if t_u else 0.0
+
+
+def prefix_for(k: float, profile: Profile) -> frozenset[int]:
+    """The first layers in forward order with at least the fraction k of the parameters. ValueError outside [0, 1]."""
+    if not 0 <= k <= 1:
+        raise ValueError(f"k must be a number in [0, 1], got {k!r}")
+    numel = profile.numel
+    wanted = k * numel
+    lids = set()
+    for layer in profile.layers:
+        if wanted <= 1e-9 * numel:  # k = 0.3 of ten layers is three, despite binary rounding
+            break
+        lids.add(layer.lid)
+        wanted -= layer.numel
+    return frozenset(lids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +137,14 @@ class Steps:
 def search(steps: Steps) -> int:
     """The lowest rung within 1 % of the fastest.
 
-    Bisection assumes that stalls shrink from rung to rung. A busy link can violate that slightly, so the rung of policy
-    "balance" is tried too: the default must not be slower than that.
+    Bisection begins at the rung of policy "balance". It assumes that stalls shrink from rung to rung. A busy link can
+    violate that slightly, so that rung is tried in any case: the default must not be slower than it.
     """
     ladder, profile = steps.ladder, steps.profile
     lowest, highest = ladder.lowest, len(ladder.layers)
-    guess = ladder.rung_for(deadline_k(profile), profile)
+    guess = ladder.rung_for(balance_k(profile), profile)
     no_stalls = _no_stalls(steps, guess)
-    rungs = [ladder.rung_for(balance_k(profile), profile), no_stalls, highest]
+    rungs = [guess, no_stalls, highest]
     # Clipped steps, and those in which the CPU is slow, stall up to a higher rung.
     slower = [replace(profile, speculates=False)] if profile.speculates and profile.clipped else []
     slower += [profile.with_cpu(max(profile.cpu_paces))] if profile.cpu_paces else []

@@ -23,8 +23,7 @@ from typing import Any, Final
 from hytrain.planner.book import ROLES
 from hytrain.planner.contention import LITTLE
 from hytrain.planner.deadline import CLEAR_SAVING, Target, aim, worth_moving
-from hytrain.planner.formulas import balance_k, prefix_for
-from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, build_ladder
+from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, balance_k, build_ladder, prefix_for
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import simulate
 from protocol.messages import OBJECTIVES, POLICIES
