@@ -303,7 +303,7 @@ def policies(template: Job) -> list[Job]:
         settle, measure = (10, 5) if batch > 8 else (14, 7) if batch > 4 else (20, 9)
         return Segment(batch=batch, label=policy, settle=settle, measure=measure, patience=20, commands=commands)
 
-    turns = ("deadline", "balance", "cotrain", "deadline", "fixed")
+    turns = ("deadline", "balance", "deadline", "fixed")
     return [job(template, AUTO, *(segment(batch, policy) for batch in BATCHES for policy in turns))]
 
 

@@ -222,7 +222,7 @@ class Options:
     )
     policy: str = _option(
         "deadline",
-        'how `"auto"` chooses; `"balance"`, `"cotrain"` and `"random"` exist for comparisons and tests',
+        'how `"auto"` chooses; `"balance"` and `"random"` exist for comparisons and tests',
         OneOf(POLICIES),
     )
     objective: str = _option(

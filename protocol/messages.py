@@ -26,7 +26,7 @@ MASTER_DTYPES = ("float32", "bfloat16")
 FLOAT_MODES = 16
 OBJECTIVES = ("speed", "gpu-memory", "host-memory")
 #: How the coordinator decides which layers are updated where.
-POLICIES = ("fixed", "cotrain", "balance", "deadline", "random")
+POLICIES = ("fixed", "balance", "deadline", "random")
 #: The most steps of a timeline that a monitor asks for.
 MAX_TRACED_STEPS = 1000
 _KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")

@@ -190,7 +190,7 @@ class Run:
             replace(layer, forward_s=longer * layer.forward_s, backward_s=longer * layer.backward_s)
             for layer in self.real.layers
         )
-        return replace(self.real, layers=layers)
+        return replace(self.real, layers=layers, drag=self.real.drag * (longer <= 2))  # long batches need no launches
 
     def truth(self) -> Profile:
         """The machine under this step's placements."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hytrain.planner import Limits, Profile
+from hytrain.planner import ENOUGH_STEPS, Limits, Profile
 from hytrain.planner.book import THREADS_EXPONENT
 from hytrain.run.ownership import OwnershipError
 from protocol import messages as m
@@ -27,7 +27,6 @@ from workers.coordinate.records import LOG_PATIENCE_STEPS
 from workers.coordinate.tracing import Tracing
 from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
 from workers.planning import BESIDE_TRAINING, WARM_UP_STEPS, Planning
-from workers.planning.measured import CPU_PATIENCE_STEPS
 from workers.planning.plane_bytes import PlaneBytes
 from workers.planning.planning import _Wanted
 from workers.planning.room import MARGIN_TO_OTHERS
@@ -703,7 +702,7 @@ def test_a_second_bank_is_host_memory_that_stays(driver: Driver, speculate: bool
         ("stop", "now", "unknown command 'stop'; known: k, policy, objective, threads"),
         ("k", "1.5", "k is '1.5'"),
         ("k", "nan", "k is 'nan'"),
-        ("policy", "best", "policy 'best' is unknown; known: fixed, cotrain"),
+        ("policy", "best", "policy 'best' is unknown; known: fixed, balance"),
         ("policy", "fixed", 'policy "fixed" needs a k'),
         ("objective", "fun", "objective 'fun' is unknown; known: speed"),
         ("threads", "0", "threads is '0': give a number from 1 to 9999"),
@@ -767,10 +766,8 @@ def test_after_a_change_of_threads_a_plan_waits_for_the_cpus_times(driver: Drive
         assert driver.planning._measured.awaits_cpu_times(2), "they are taken in once their step was measured"
         assert len(on_gpu(driver.plan(report(3, measured=2)).places)) > 0
     else:
-        waited = [driver.sent(report(step)) for step in range(3, 3 + CPU_PATIENCE_STEPS)]
-        assert waited == [[]] * CPU_PATIENCE_STEPS and not driver.planning._measured.awaits_cpu_times(
-            2 + CPU_PATIENCE_STEPS
-        )
+        waited = [driver.sent(report(step)) for step in range(3, 3 + ENOUGH_STEPS)]
+        assert waited == [[]] * ENOUGH_STEPS and not driver.planning._measured.awaits_cpu_times(2 + ENOUGH_STEPS)
 
 
 @pytest.mark.parametrize("continues", [True, False])
@@ -788,7 +785,7 @@ def test_commands_and_clipping_are_remembered_while_the_same_training_goes_on(dr
     plan = driver.plan(OPTIMIZERS, OPTIMIZER)
     assert (plan.policy == "fixed" and plan.k == 1.0) is continues
     assert driver.planning.wishes.objective == ("gpu-memory" if continues else "speed")
-    assert driver.planning.mode._clipped.value == (pytest.approx(1.0, abs=0.2) if continues else 0.0)
+    assert driver.planning.mode.clipped == (pytest.approx(1.0, abs=0.2) if continues else 0.0)
 
 
 def test_a_record_waits_for_the_loops_own_numbers(driver: Driver) -> None:

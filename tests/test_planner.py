@@ -1,4 +1,4 @@
-"""The pipeline on paper, the formulas against it, and the decisions made with both."""
+"""The pipeline on paper, and the decisions made with it."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ from hytrain.planner import (
     LayerProfile,
     Limits,
     Profile,
-    ahead,
     balance_k,
-    cotrain_k,
-    deadline_k,
     decide,
-    gain,
     prefix_for,
     simulate,
 )
 from protocol.messages import OBJECTIVES
 from protocol.placement import Places
+from workers.planning.mode import ahead, gain
 
 LAST = 63  # the lid of the first layer
 
@@ -428,25 +425,12 @@ def test_a_step_is_the_work_of_the_gpu_and_its_stalls(data: st.DataObject) -> No
     assert all(stall_s > 0 for stall_s in timeline.stalls_s.values()) and not timeline.stalls_s.keys() & owned
 
 
-whole = st.integers(0, 12)
-
-
-@given(n=st.integers(1, 14), t_b=whole, t_f=whole, c=st.integers(1, 40), g=whole)
-def test_deadline_k_is_the_least_without_stalls(n: int, t_b: int, t_f: int, c: int, g: int) -> None:
-    profile = uniform(n, backward_s=t_b, forward_s=t_f, cpu_update_s=c, gpu_update_s=g, numel=c)
-    free = [k for k in range(n + 1) if not simulate(profile, lids(*range(k)), tile_numel=1).stalls_s]
-    assert prefix_for(deadline_k(profile), profile) == lids(*range(free[0]))
-
-
-def test_formulas_by_hand() -> None:
+def test_the_formula_by_hand() -> None:
     profile = uniform(10, cpu_update_s=4.0, gpu_update_s=1.0)  # t_U 40, t_B 20, t_F 10, alpha 1/4
-    assert cotrain_k(profile) == 20 / 80
     assert balance_k(profile) == 20 / 50
-    assert deadline_k(profile) == pytest.approx((40 - 0.9 * 30) / 50)
-    assert deadline_k(uniform(10, cpu_update_s=4.0, gpu_update_s=1.0, d2h_s=6.0, h2d_s=6.0)) == 16 / 4 / 10
     hopeless = uniform(3, cpu_update_s=99.0, backward_s=0.0, forward_s=0.0, gpu_update_s=0.0)
-    assert (cotrain_k(hopeless), balance_k(hopeless), deadline_k(hopeless)) == (0.5, 1.0, 1.0)
-    assert cotrain_k(with_cpu(profile, 0.1)) == balance_k(with_cpu(profile, 0.1)) == 0
+    assert balance_k(hopeless) == 1.0
+    assert balance_k(with_cpu(profile, 0.1)) == 0
 
 
 def test_k_is_rounded_up_to_whole_layers_of_the_lowest_ranks() -> None:
@@ -463,7 +447,6 @@ def test_k_is_rounded_up_to_whole_layers_of_the_lowest_ranks() -> None:
 def test_policies_without_limits() -> None:
     profile = uniform(10, cpu_update_s=4.0, gpu_update_s=1.0)
     assert choose("fixed", profile, fixed_k=0.55).gpu_lids == lids(*range(6))
-    assert choose("cotrain", profile).gpu_lids == lids(*range(3))
     assert choose("balance", profile).gpu_lids == lids(*range(4))
     decision = choose("deadline", profile, min_gain=0.0, horizon_steps=10**6)
     assert decision.gpu_lids == lids(0, 1, 2) and decision.k == 0.3 and decision.changed
@@ -471,7 +454,7 @@ def test_policies_without_limits() -> None:
     assert decision.reason == "CPU finishes 4000 ms late at k=0.20; k=0.30 is the least without stalls"
 
 
-@given(st.data(), st.sampled_from(["fixed", "cotrain", "balance", "deadline", "random"]))
+@given(st.data(), st.sampled_from(["fixed", "balance", "deadline", "random"]))
 def test_limits_always_hold(data: st.DataObject, policy: str) -> None:
     profile = data.draw(profiles)
     most_gpu, most_host = profile.gpu_state_bytes(profile.lids), profile.host_bytes(NONE)
@@ -535,7 +518,7 @@ def test_memory_is_given_back_when_that_is_clear_and_free() -> None:
         assert not choose("deadline", profile, current=lids(*range(little)), horizon_steps=1000).changed
 
 
-@given(st.data(), st.sampled_from(["cotrain", "balance", "deadline"]))
+@given(st.data(), st.sampled_from(["balance", "deadline"]))
 def test_a_decision_stands_when_nothing_has_changed(data: st.DataObject, policy: str) -> None:
     """From anywhere: at most one move for memory and one for speed."""
     profile = data.draw(profiles)
@@ -545,12 +528,11 @@ def test_a_decision_stands_when_nothing_has_changed(data: st.DataObject, policy:
     assert not choose(policy, profile, current=current).changed
 
 
-@pytest.mark.parametrize("policy", ["cotrain", "balance"])
-def test_a_formulas_k_has_to_change_clearly(policy: str) -> None:
+def test_a_formulas_k_has_to_change_clearly() -> None:
     profile = uniform(28, cpu_update_s=4.0)
-    current = choose(policy, profile).gpu_lids
-    assert current and not choose(policy, with_cpu(profile, 1.05), current=current).changed
-    assert len(choose(policy, with_cpu(profile, 2.0), current=current).gpu_lids) >= len(current) + 2
+    current = choose("balance", profile).gpu_lids
+    assert current and not choose("balance", with_cpu(profile, 1.05), current=current).changed
+    assert len(choose("balance", with_cpu(profile, 2.0), current=current).gpu_lids) >= len(current) + 2
 
 
 def test_random_moves_layers_at_every_call_and_is_the_seed_s_alone() -> None:

@@ -12,17 +12,10 @@ from planner_layers import NONE, facts, made, profile_of
 
 from hytrain.planner import MeasurementBook, Profile, simulate
 from hytrain.planner.contention import (
-    CLEAR_BESIDE,
-    CPU_DRIFT,
     CPU_LOSS,
-    CPU_SPREAD,
-    ENOUGH_AFTER,
-    ENOUGH_BEFORE,
-    ENOUGH_SHARES,
-    MAX_DRAG,
-    MOST_CPU_LOSS,
-    MOST_PASSING,
-    OTHER_STEPS,
+    ENOUGH_STEPS,
+    LITTLE,
+    MOST_LOST,
     REMEMBERED_STEPS,
     SETTLED_STEPS,
     TYPICAL_DRAG,
@@ -47,12 +40,12 @@ def observe(contention: Contention, owned: frozenset[int], *steps: tuple[float, 
 
 def test_what_is_usual_holds_until_something_was_seen() -> None:
     contention = Contention()
-    observe(contention, NONE, *[(1.0, 1.0)] * (ENOUGH_SHARES - 1))
+    observe(contention, NONE, *[(1.0, 1.0)] * (ENOUGH_STEPS - 1))
     assert contention.drag == 0.0
     observe(contention, NONE, (1.0, 1.0))
     assert contention.drag == pytest.approx(TYPICAL_DRAG)
     other = Contention()
-    observe(other, NONE, *[(1.0, 1.0)] * ENOUGH_SHARES, starved=0.5)
+    observe(other, NONE, *[(1.0, 1.0)] * ENOUGH_STEPS, starved=0.5)
     assert other.drag == pytest.approx(TYPICAL_DRAG / 2)
 
 
@@ -61,15 +54,15 @@ def test_two_plans_tell_it(drag: float) -> None:
     """Of 10 s of work, one plan has all beside updates, the other 2 s of it."""
     contention = Contention()
     observe(contention, NONE, *[(10 / (1 - drag), 10 / (1 - drag))] * 4)
-    observe(contention, SOME, *[(10 + drag * 2, 2.0)] * ENOUGH_AFTER)
+    observe(contention, SOME, *[(10 + drag * 2, 2.0)] * ENOUGH_STEPS)
     assert contention.drag == pytest.approx(drag, abs=0.02)
 
 
 @pytest.mark.parametrize(
     ("before", "owned", "after", "starved", "drag"),
     [
-        ((10.0, 8.0), SOME, [(12.0, 8.3)] * ENOUGH_AFTER, 1.0, TYPICAL_DRAG),
-        ((10.0, 10.0), SOME, [(9.7, 8.5)] * ENOUGH_AFTER, 0.0, 0.0),
+        ((10.0, 8.0), SOME, [(12.0, 8.3)] * ENOUGH_STEPS, 1.0, TYPICAL_DRAG),
+        ((10.0, 10.0), SOME, [(9.7, 8.5)] * ENOUGH_STEPS, 0.0, 0.0),
         ((10.0, 10.0), NONE, [(30.0, 10.0), (10.0, 10.0)], 1.0, TYPICAL_DRAG),
     ],
     ids=["plans that differ by little", "noise where the device never waits", "a lone long step"],
@@ -84,9 +77,9 @@ def test_what_says_nothing(before: Any, owned: frozenset[int], after: Any, starv
 def test_other_work_begins_anew() -> None:
     contention = Contention()
     observe(contention, NONE, *[(10.0, 10.0)] * 4)
-    observe(contention, NONE, *[(30.0, 10.0)] * OTHER_STEPS, starved=0.0)
+    observe(contention, NONE, *[(30.0, 10.0)] * ENOUGH_STEPS, starved=0.0)
     assert contention.drag == 0.0
-    observe(contention, SOME, *[(25.0, 0.0)] * ENOUGH_AFTER, starved=0.0)
+    observe(contention, SOME, *[(25.0, 0.0)] * ENOUGH_STEPS, starved=0.0)
     assert contention.drag < 0.01, "the plan before was for other work"
 
 
@@ -116,13 +109,13 @@ def test_it_is_a_share_whatever_is_seen(steps: list[tuple[frozenset[int], float,
     contention = Contention()
     for owned, work_s, cpu_busy_s, starved in steps:
         observe(contention, owned, (work_s, beside(work_s, cpu_busy_s, 0.0)), starved=starved)
-    assert 0.0 <= contention.drag <= MAX_DRAG
+    assert 0.0 <= contention.drag <= MOST_LOST
 
 
 TWO = facts(made(position, numel=1 << 24) for position in range(2))
 
 
-@given(st.floats(0, MAX_DRAG), st.frozensets(st.integers(0, 5)))
+@given(st.floats(0, MOST_LOST), st.frozensets(st.integers(0, 5)))
 def test_drag_makes_no_step_shorter_and_none_that_the_cpu_has_no_part_in_longer(
     drag: float, owned: frozenset[int]
 ) -> None:
@@ -137,7 +130,15 @@ def test_drag_makes_no_step_shorter_and_none_that_the_cpu_has_no_part_in_longer(
 def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measured() -> None:
     book = MeasurementBook(TWO)
     for _ in range(6):  # of 10 s of work, 5 s beside updates; 1 s is the loop's own
-        book.observe_contention(work_s=10.0, stall_s=0.0, cpu_busy_s=5.0, starved=1.0, places=Places.chosen(2, {0}))
+        book.observe_contention(
+            work_s=10.0,
+            stall_s=0.0,
+            cpu_busy_s=5.0,
+            starved=1.0,
+            places=Places.chosen(2, {0}),
+            crowding=Crowding(),
+            cpu_update_s={},
+        )
         book.observe_trainer(
             forward_s={0: 2.0, 1: 2.0}, backward_s={0: 3.0, 1: 3.0}, d2h_s={1: 0.0}, h2d_s={1: 0.0}, gpu_update_s={0: 0}
         )
@@ -151,11 +152,11 @@ def test_times_are_those_beside_an_idle_cpu_and_the_prediction_is_what_was_measu
     assert simulate(profile, SOME).step_s == pytest.approx(11.0, rel=0.01)
 
 
-@pytest.mark.parametrize(("beside_s", "is_forgotten"), [(4.0, True), (3.7, True), (2.5, False), (1.0, False)])
+@pytest.mark.parametrize(("beside_s", "is_forgotten"), [(4.0, True), (3.8, True), (2.5, False), (1.0, False)])
 def test_waiting_that_has_ended_is_forgotten_if_the_cpu_updates_as_before(beside_s: float, is_forgotten: bool) -> None:
     """If it updates less, that may be why. In the end, this is forgotten, too."""
     contention = Contention()
-    observe(contention, NONE, *[(5.0, 4.0)] * ENOUGH_SHARES)
+    observe(contention, NONE, *[(5.0, 4.0)] * ENOUGH_STEPS)
     observe(contention, NONE, *[(5.0, beside_s)] * 100, starved=0.0)
     assert contention.drag < 0.01 if is_forgotten else contention.drag > 0.3
     observe(contention, NONE, *[(5.0, beside_s)] * 5000, starved=0.0)
@@ -169,14 +170,16 @@ def test_what_two_plans_told_is_not_forgotten_where_the_second_one_ends_the_wait
     assert contention.drag == pytest.approx(0.12 / 0.33, abs=0.05)
 
 
-@pytest.mark.parametrize("busy", [ENOUGH_SHARES, 12])
+@pytest.mark.parametrize("busy", [ENOUGH_STEPS, 12])
 def test_steps_while_a_host_is_busy_tell_nothing_of_others(busy: int) -> None:
     book = MeasurementBook(TWO)
     told = []
     steps = [(0.57, 0.0)] * 16 + [(0.85, 1.0)] * busy + [(0.57, 0.0)] * 2
     for work_s, starved in steps:
         step = {"work_s": work_s, "stall_s": 0.0, "cpu_busy_s": 0.5, "starved": starved}
-        told.append(book.observe_contention(**step, places=Places.chosen(2, SOME)))
+        told.append(
+            book.observe_contention(**step, places=Places.chosen(2, SOME), crowding=Crowding(), cpu_update_s={})
+        )
         book.check()
     assert told == [starved == 0.0 for _, starved in steps]
     assert book._contention.drag < 0.01
@@ -218,7 +221,7 @@ def test_steps_with_long_stalls_are_not_compared_with_others() -> None:
     contention = Contention()
     for _ in range(4):
         contention.observe(NONE, work_s=13.0, stall_s=6.0, beside_s=10.0, starved=0.5)
-    observe(contention, SOME, *[(10.0, 4.0)] * ENOUGH_AFTER, starved=0.0)
+    observe(contention, SOME, *[(10.0, 4.0)] * ENOUGH_STEPS, starved=0.0)
     assert contention.drag == 0.0
 
 
@@ -230,7 +233,7 @@ def test_steps_with_long_stalls_are_not_compared_with_others() -> None:
         ({"cpu_s": 2.0, "visits_s": 1.0, "copies_s": 2.0, "work_s": 4.0}, 1 + CPU_LOSS, 2 * (1 + VISIT_LOSS), 2.9),
         ({"cpu_s": 1.0, "visits_s": 4.0, "copies_s": 2.0, "work_s": 4.0}, 1 + CPU_LOSS, 1.5 + VISIT_LOSS / 4, 4.0),
         ({"cpu_s": 4.0, "visits_s": 1.0, "copies_s": 0.0, "work_s": 4.0}, 1 + CPU_LOSS / 4, 1 + VISIT_LOSS, 1.45),
-        ({"cpu_s": 0.0, "visits_s": 1.0, "copies_s": 9.0, "work_s": 4.0}, 1.0, MOST_PASSING, 3.0),
+        ({"cpu_s": 0.0, "visits_s": 1.0, "copies_s": 9.0, "work_s": 4.0}, 1.0, 2.0, 2.0),
         ({"cpu_s": 0.0, "visits_s": 9.0, "copies_s": 0.0, "work_s": 1.0, "other_s": 9.0}, 1.0, 1.0, 1.0),
     ],
     ids=[
@@ -268,7 +271,7 @@ def test_visits_are_known_from_what_they_take_beside_others(alone_s: float, know
 
 
 def cost_of_updates() -> VisitsCost:
-    return VisitsCost(CPU_LOSS, spread=CPU_SPREAD, drift=CPU_DRIFT, most=MOST_CPU_LOSS)
+    return VisitsCost(CPU_LOSS)
 
 
 def under(cost: VisitsCost, placed: str, beside: float, *times_s: float) -> None:
@@ -283,16 +286,16 @@ def under(cost: VisitsCost, placed: str, beside: float, *times_s: float) -> None
 def test_what_visits_cost_is_learned_from_two_plans(fraction: float, first: float, then: float) -> None:
     """The first steps after layers have moved are slow for other reasons."""
     cost = cost_of_updates()
-    under(cost, "few", first, *[2 * (1 + fraction * first)] * ENOUGH_BEFORE)
+    under(cost, "few", first, *[2 * (1 + fraction * first)] * ENOUGH_STEPS)
     assert cost.value == pytest.approx(CPU_LOSS), "what is usual, so far"
     usual = 2 * (1 + fraction * then)
-    under(cost, "many", then, *[3 * usual] * (SETTLED_STEPS - ENOUGH_AFTER), *[usual] * ENOUGH_AFTER)
+    under(cost, "many", then, *[3 * usual] * (SETTLED_STEPS - ENOUGH_STEPS), *[usual] * ENOUGH_STEPS)
     assert cost.value == pytest.approx(fraction, abs=0.1)
 
 
 def test_plans_that_soon_end_are_passed_over() -> None:
     cost = cost_of_updates()
-    under(cost, "none", 0.0, *[1.0] * ENOUGH_BEFORE)
+    under(cost, "none", 0.0, *[1.0] * ENOUGH_STEPS)
     for name in ("some", "more"):
         under(cost, name, 0.5, *[3.0] * (SETTLED_STEPS - 1))
     under(cost, "many", 1.0, *[1.5] * SETTLED_STEPS)
@@ -301,7 +304,7 @@ def test_plans_that_soon_end_are_passed_over() -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 0.8, 1.1, 1.3, 3.0])
 @pytest.mark.parametrize("beside", [0.3, 0.6, 1.0])
-@pytest.mark.parametrize("more", [0.0, -0.9 * CLEAR_BESIDE])
+@pytest.mark.parametrize("more", [0.0, -0.9 * LITTLE])
 def test_a_machine_that_changes_beside_as_many_visits_says_nothing_of_them(
     factor: float, beside: float, more: float
 ) -> None:
@@ -338,7 +341,7 @@ def test_the_cost_is_a_fraction_whatever_is_seen(plans: list[tuple[str, float, l
     cost = cost_of_updates()
     for placed, part, times_s in plans:
         under(cost, placed, part, *times_s)
-    assert 0.0 <= cost.value <= MOST_CPU_LOSS
+    assert 0.0 <= cost.value <= MOST_LOST
 
 
 def test_times_are_those_without_visits_also_after_their_cost_was_learned() -> None:
@@ -369,6 +372,6 @@ def test_times_are_those_without_visits_also_after_their_cost_was_learned() -> N
     assert profile.cpu_loss == pytest.approx(0.5, abs=0.05)
     assert profile.cpu_update_s * (1 + profile.cpu_loss) == pytest.approx(2 * 1.5, rel=0.05)
     assert profile.cpu_slack < 0.2, "nor does it look as if the CPU had been slower"
-    assert profile.work_loss == pytest.approx(0.15, abs=0.02)
+    assert profile.work_loss == pytest.approx(0.15, abs=0.03)
     assert profile.forward_s + profile.backward_s == pytest.approx(20.0, rel=0.02)
     assert profile.other_s == pytest.approx(1.0, abs=0.3)

@@ -14,8 +14,8 @@ import pytest
 from planner_layers import around, facts, profile_of, with_cpu
 from variants import slow
 
-from hytrain.planner import Decision, Limits, MeasurementBook, Profile, decide, simulate
-from hytrain.planner.book import PACE_STEPS
+from hytrain.planner import Crowding, Decision, Limits, MeasurementBook, Profile, decide, simulate
+from hytrain.planner.contention import REMEMBERED_STEPS
 from hytrain.planner.deadline import aim
 
 LAYERS = 28
@@ -84,6 +84,8 @@ class Run:
             cpu_busy_s=true.cpu_busy_s * machine,
             starved=self.starved,
             places=self.real.places(self.current),
+            crowding=Crowding(),
+            cpu_update_s={},
         )
         self.book.observe_trainer(
             forward_s=forward_s,
@@ -146,7 +148,7 @@ def test_half_the_threads_and_back(told: bool, batch: int, slowness: float) -> N
         assert run.behind < 1.1 and abs(run.k() - settled) <= 2.1 / LAYERS, "flaps"
         if real is not full and run.least_k > least_k + 0.1:
             assert run.k() > before + 0.05, "k does not follow"
-        run.steps(PACE_STEPS[1] - 25)
+        run.steps(REMEMBERED_STEPS - 25)
         assert run.k() <= run.least_k + 0.2, "memory is kept for ever"
     assert abs(run.k() - before) <= 0.12
 
@@ -162,7 +164,7 @@ def test_a_cpu_that_is_slow_now_and_then_keeps_its_help() -> None:
     ks = [full.k_of(owned) for owned in run.owned[50:]]
     assert max(ks) - min(ks) <= 2.1 / LAYERS, "moves to and fro"
     assert min(ks) > run.least_k + 4 / LAYERS
-    run.steps(PACE_STEPS[1] + 10)
+    run.steps(REMEMBERED_STEPS + 10)
     assert run.k() <= run.least_k + 0.1, "memory is kept for ever"
 
 
@@ -172,7 +174,7 @@ def test_a_steady_cpu_needs_little_slack() -> None:
     run = Run(with_cpu(full, 1.3), seed=8)
     run.steps(4)
     run.real = full
-    run.steps(PACE_STEPS[1])
+    run.steps(REMEMBERED_STEPS)
     assert profile_of(run.book).cpu_slack < 0.1
     assert run.k() <= run.least_k + 2.1 / LAYERS
 

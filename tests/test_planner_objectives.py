@@ -99,7 +99,7 @@ def test_a_little_more_room_on_the_gpu_moves_nothing() -> None:
     assert len(choose("host-memory", profile, Limits(gpu_state_bytes=49_000), owned).gpu_lids) == 49
 
 
-@pytest.mark.parametrize("policy", ["fixed", "cotrain", "balance", "random"])
+@pytest.mark.parametrize("policy", ["fixed", "balance", "random"])
 def test_other_policies_say_that_they_do_not_heed_the_objective(policy: str) -> None:
     profile = sized(100, 100)
     memory, speed = (choose(objective, profile, Limits(), policy=policy) for objective in ("host-memory", "speed"))

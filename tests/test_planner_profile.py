@@ -20,7 +20,8 @@ from hytrain.planner import (
     drawn_visits,
     simulate,
 )
-from hytrain.planner.book import LEAST_SLACK, PACE_STEPS
+from hytrain.planner.book import LEAST_SLACK
+from hytrain.planner.contention import REMEMBERED_STEPS, SETTLED_STEPS
 from hytrain.planner.profile import USUAL_SLACK
 
 
@@ -96,10 +97,10 @@ def test_waits_for_other_ranks_are_no_time_for_updates() -> None:
             book.observe_step(step_s=3.5 + each_s, stall_s=0.0, exposed_s=each_s, gpu_lids=())
         return profile_of(book).other_s
 
-    assert other_s(*[0.25] * (PACE_STEPS[0] - 1)) == pytest.approx(0.5), "too few to tell"
+    assert other_s(*[0.25] * (SETTLED_STEPS - 1)) == pytest.approx(0.5), "too few to tell"
     assert other_s(0.25) == pytest.approx(0.5 + 0.25)
-    assert other_s(*[0.75] * (PACE_STEPS[1] - PACE_STEPS[0] - 1), 0.0) == pytest.approx(0.5 + 0.25), "one without"
-    assert other_s(*[0.75] * PACE_STEPS[0]) == pytest.approx(0.5 + 0.75), "it lasts"
+    assert other_s(*[0.75] * (REMEMBERED_STEPS - SETTLED_STEPS - 1), 0.0) == pytest.approx(0.5 + 0.25), "one without"
+    assert other_s(*[0.75] * SETTLED_STEPS) == pytest.approx(0.5 + 0.75), "it lasts"
 
 
 def test_unmeasured_roles_take_the_rate_of_the_measured_layers() -> None:

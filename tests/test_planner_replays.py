@@ -32,7 +32,7 @@ REGRETS = {
     "batch 1, launches suffer most": 0.225,
     "batch 2, launches hardly suffer": 0.061,
     "launches wait at times": 0.087,
-    "longer batches come": 0.191,
+    "longer batches come": 0.044,
 }
 
 

@@ -4,32 +4,30 @@ trainer, optimizer                coordinator, at a step boundary
 measured times ──▶ MeasurementBook ──profile()──▶ decide() ──▶ Decision ──▶ plan
                     (book.py)                      │  (policies.py, deadline.py)
 sizes, limits ─▶ first_lids() ─▶ the first plan    │
-                                     formulas.py ◀─┤  where to begin the search (ladder.py)
+                                       ladder.py ◀─┤  what fits, and the search in it
                                      simulate.py ◀─┘  the predicted step
 now, then, room ─▶ first_part(): what moves first (moves.py)
-verdicts on norms ──▶ whether the CPU waits for verdicts (mode.py)
 """
 
 from __future__ import annotations
 
 from hytrain.planner.book import Ewma, MeasurementBook, Rates
-from hytrain.planner.contention import Crowding
-from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
-from hytrain.planner.ladder import SAME_SPEED, Infeasible
-from hytrain.planner.mode import ClippedShare, ahead, drawn, gain, is_worth_it
+from hytrain.planner.contention import ENOUGH_STEPS, REMEMBERED_STEPS, Crowding
+from hytrain.planner.ladder import SAME_SPEED, Infeasible, balance_k, prefix_for
 from hytrain.planner.moves import first_part
-from hytrain.planner.policies import Decision, Shares, decide, drawn_offloads, drawn_visits, first_lids
+from hytrain.planner.policies import Decision, Shares, decide, drawn_offloads, drawn_visits, first_lids, mixed
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Order, Profile
 from hytrain.planner.simulate import Event, Timeline, simulate
 
 __all__ = [
+    "ENOUGH_STEPS",
+    "REMEMBERED_STEPS",
     "SAME_SPEED",
     "Crowding",
     "Decision",
     "Event",
     "Ewma",
     "Infeasible",
-    "ClippedShare",
     "LayerFacts",
     "LayerProfile",
     "Limits",
@@ -39,18 +37,13 @@ __all__ = [
     "Rates",
     "Shares",
     "Timeline",
-    "ahead",
     "balance_k",
-    "cotrain_k",
-    "deadline_k",
     "decide",
-    "drawn",
     "drawn_offloads",
     "drawn_visits",
     "first_lids",
     "first_part",
-    "gain",
-    "is_worth_it",
+    "mixed",
     "prefix_for",
     "simulate",
 ]

@@ -20,36 +20,37 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from statistics import median
-from types import MappingProxyType
 from typing import Final
 
-from hytrain.planner import contention as costs
-from hytrain.planner.contention import NEVER, Contention, Crowding, VisitsCost, beside
+from hytrain.planner.contention import (
+    CPU_LOSS,
+    LITTLE,
+    REMEMBERED_STEPS,
+    SETTLED_STEPS,
+    USUAL_STEPS,
+    WORK_LOSS,
+    Contention,
+    Crowding,
+    VisitsCost,
+    beside,
+)
+from hytrain.planner.ladder import SAME_SPEED
 from hytrain.planner.profile import USUAL_SLACK, LayerFacts, LayerProfile, Profile
 from protocol.placement import Places
 
 WORK: Final = ("forward_s", "backward_s")
-ALONE: Final = Crowding()
-NOTHING: Final[Mapping[int, float]] = MappingProxyType({})
 ROLES: Final = (*WORK, "d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s", "visit_s")
 #: The CPU's update rate is proportional to this power of its threads: they share the memory's bandwidth, so twice the
 #: threads give 1.5 times the rate. Measured on 16 cores: 1.44 times from 8 to 16 threads, up to 1.8 times below that.
 THREADS_EXPONENT: Final = 0.6
-#: The least and most steps from which the CPU's slow pace is taken, and the share of them that may be slower than it.
-#: It is the same with exposed all-gathers, and the share of them that may be shorter.
-PACE_STEPS: Final = (10, 64)
+#: The share of the last steps that may be slower than the CPU's slow pace, or have shorter exposed all-gathers than
+#: usual; and what that pace is made longer by.
 SLOW_SHARE: Final = 0.1
-LEAST_SLACK, MOST_SLACK = 0.03, 1.0
-#: The last steps whose paces a step's mean time is made of, and where each of their thirds has its middle.
-NEAR_STEPS: Final = 24
+LEAST_SLACK: Final = 0.03
+#: Where each third of steps, by their paces, has its middle.
 THIRDS: Final = (1 / 6, 1 / 2, 5 / 6)
 #: No measured time is longer, so that sums of times are numbers.
 LONGEST_S: Final = 1e9
-#: The share of a role's time whose change tells how all of it has changed, and of the parameters their rate.
-ENOUGH_SEEN: Final = 0.05
-#: The least change of drag, and of what visits cost, that corrects earlier measurements.
-CLEAR_DRAG: Final = 0.02
-CLEAR_COST: Final = 0.01
 
 
 @dataclass(slots=True, kw_only=True)
@@ -134,10 +135,10 @@ class _Role:
         one of the measured changes counts, since single layers may have waited for others. Few layers say nothing.
         """
         values = self.values
-        if sum(values[lid] for lid in self.seen) < ENOUGH_SEEN * sum(values.values()):
+        if sum(values[lid] for lid in self.seen) < LITTLE * sum(values.values()):
             return  # the round goes on
         known = [lid for lid in self.seen if self.before.get(lid) and values[lid]]
-        if known and sum(self.before[lid] for lid in known) >= ENOUGH_SEEN * sum(self.before.values()):
+        if known and sum(self.before[lid] for lid in known) >= LITTLE * sum(self.before.values()):
             change = median(values[lid] / self.before[lid] for lid in known)
             for lid in self.means.keys() - self.seen:
                 self.means[lid].scale(change)
@@ -189,19 +190,14 @@ class MeasurementBook:
         self._rates = rates or Rates()
         self._roles = {role: _Role() for role in ROLES}
         self._busy_s = Ewma()  # a step without its stalls, exposed all-gathers, its middle and the GPU's updates
-        self._exposed_s: deque[float] = deque(maxlen=PACE_STEPS[1])
+        self._exposed_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._middle_s = Ewma()
-        self._updates: deque[dict[int, float]] = deque(maxlen=PACE_STEPS[1])  # the CPU's times of the last steps
+        self._updates: deque[dict[int, float]] = deque(maxlen=REMEMBERED_STEPS)  # the CPU's times of the last steps
         self._contention = Contention()
         self._drag = 0.0  # the drag that the means are corrected for
         # What visits cost the CPU's updates and the GPU's work, and the costs that their means are corrected for.
-        self._for_cpu = VisitsCost(
-            costs.CPU_LOSS, spread=costs.CPU_SPREAD, drift=costs.CPU_DRIFT, most=costs.MOST_CPU_LOSS
-        )
-        self._for_work = VisitsCost(
-            costs.WORK_LOSS, spread=costs.WORK_SPREAD, drift=costs.WORK_DRIFT, most=costs.MOST_WORK_LOSS
-        )
-        self._cpu_loss, self._work_loss = costs.CPU_LOSS, costs.WORK_LOSS
+        self._for_cpu, self._for_work = VisitsCost(CPU_LOSS), VisitsCost(WORK_LOSS)
+        self._cpu_loss, self._work_loss = CPU_LOSS, WORK_LOSS
         self._lost_s = 0.0  # what the observed step's forward and backward lost to the CPU's updates
         self._kept = 1.0  # the share of its forward and backward without that
         self.activation_bytes = 0  # as last reported
@@ -246,8 +242,8 @@ class MeasurementBook:
         cpu_busy_s: float,
         starved: float,
         places: Places,
-        crowding: Crowding = ALONE,
-        cpu_update_s: Mapping[int, float] = NOTHING,
+        crowding: Crowding,
+        cpu_update_s: Mapping[int, float],
     ) -> bool:
         """A step's forward and backward together, its stalls and the CPU's updates; call it before the other three.
 
@@ -261,17 +257,17 @@ class MeasurementBook:
         step = {"work_s": work_s, "stall_s": stall_s, "starved": starved}
         is_usual = not self._contention.is_unusual(places.gpu, **step)
         self._contention.observe(places.gpu, beside_s=beside_s, **step)
-        if starved <= NEVER and work_s:  # else the work takes longer for another reason
+        if starved <= LITTLE and work_s:  # else the work takes longer for another reason
             self._for_work.observe(places, beside=visits_s / work_s, time_s=whole_s)
         if is_usual and (numel := sum(layer.numel for layer in self._layers if layer.lid in cpu_update_s)):
             self._for_cpu.observe(places, beside=crowding.beside_cpu, time_s=sum(cpu_update_s.values()) / numel)
         drag, work_loss = self._contention.drag, self._for_work.value
-        if abs(drag - self._drag) > CLEAR_DRAG and self._correct_work((drag - self._drag) * beside_s):
+        if abs(drag - self._drag) > SAME_SPEED and self._correct_work((drag - self._drag) * beside_s):
             self._drag = drag
-        if abs(work_loss - self._work_loss) > CLEAR_COST:
+        if abs(work_loss - self._work_loss) > SAME_SPEED:
             if self._correct_work((work_loss - self._work_loss) * visits_s):
                 self._work_loss = work_loss
-        if abs(self._for_cpu.value - self._cpu_loss) > CLEAR_COST:
+        if abs(self._for_cpu.value - self._cpu_loss) > SAME_SPEED:
             before, self._cpu_loss = 1 + self._cpu_loss * crowding.beside_cpu, self._for_cpu.value
             self._correct_updates(before / (1 + self._cpu_loss * crowding.beside_cpu))
         self._lost_s = self._work_loss * visits_s + self._drag * beside_s
@@ -351,7 +347,7 @@ class MeasurementBook:
     def _exposed(self) -> float:
         """The usual exposed all-gathers of steps in which no rank stalls; 0 before there are enough steps to tell."""
         waits_s = sorted(self._exposed_s)
-        return waits_s[int(SLOW_SHARE * len(waits_s))] if len(waits_s) >= PACE_STEPS[0] else 0.0
+        return waits_s[int(SLOW_SHARE * len(waits_s))] if len(waits_s) >= SETTLED_STEPS else 0.0
 
     @property
     def ready(self) -> bool:
@@ -408,7 +404,7 @@ class MeasurementBook:
         measured = self._roles["visit_s"].values
         moves_s = {one.lid: one.state_s(max(d2h_s[one.lid], h2d_s[one.lid])) for one in self._layers}
         of_measured_s = sum(moves_s[lid] for lid in measured)
-        enough = of_measured_s > ENOUGH_SEEN * sum(moves_s.values())
+        enough = of_measured_s > LITTLE * sum(moves_s.values())
         longer = sum(measured.values()) / of_measured_s if enough else 1.0
         idle_s = max(self._rates.d2h_s, self._rates.h2d_s)
         least_s = {one.lid: one.state_s(idle_s * one.numel) for one in self._layers}
@@ -418,22 +414,22 @@ class MeasurementBook:
         """Each layer's time. Without one: its size at the others' rate, or at `default_s` if those are few; or none."""
         measured = self._roles[role].values
         numel = sum(layer.numel for layer in self._layers if layer.lid in measured)
-        enough = numel > ENOUGH_SEEN * sum(layer.numel for layer in self._layers)
+        enough = numel > LITTLE * sum(layer.numel for layer in self._layers)
         rate_s = 0.0 if default_s is None else sum(measured.values()) / numel if enough else default_s
         return {layer.lid: measured.get(layer.lid, layer.numel * rate_s) for layer in self._layers}
 
 
 def _slack(paces: list[float], ranks: int) -> float:
     """See `MeasurementBook.cpu_slack`."""
-    if len(paces) < PACE_STEPS[0]:
+    if len(paces) < SETTLED_STEPS:
         return USUAL_SLACK
-    return min((1 + LEAST_SLACK) * max(_pace(paces, 1 - SLOW_SHARE, ranks), 1.0) - 1, MOST_SLACK)
+    return (1 + LEAST_SLACK) * max(_pace(paces, 1 - SLOW_SHARE, ranks), 1.0) - 1
 
 
 def _thirds(paces: list[float], ranks: int) -> tuple[float, ...]:
     """How many times the usual the updates take in the fast, the middle and the slow third of the last steps."""
-    last = paces[-NEAR_STEPS:]
-    return tuple(_pace(last, part, ranks) for part in THIRDS) if len(last) >= PACE_STEPS[0] else ()
+    last = paces[-USUAL_STEPS:]
+    return tuple(_pace(last, part, ranks) for part in THIRDS) if len(last) >= SETTLED_STEPS else ()
 
 
 def _pace(paces: list[float], part: float, ranks: int) -> float:

@@ -26,30 +26,32 @@ from typing import Final
 
 #: For a step that always waits for launches. Measured: 0.35 to 0.45 on three machines with an H200 and 14 cores.
 TYPICAL_DRAG: Final = 0.4
-TYPICAL_SPREAD: Final = 0.2
-LEAST_SPREAD: Final = 0.02  # the spread around the usual drag for a device that never waits for launches
-MAX_DRAG: Final = 0.8
-#: Steps that are compared: the least of the plan before, those of the plan after, the most of any.
-ENOUGH_BEFORE: Final = 2
-ENOUGH_AFTER: Final = 4
-WINDOW_STEPS: Final = 8
-DRIFT: Final = 0.02  # fraction of the work by which a machine changes from one plan to the next for other reasons
-CLEAR_CHANGE: Final = 0.05  # fraction of the work by which `beside` must differ between two plans that are compared
-#: If the work of so many consecutive steps under one plan differs by this fraction, it is other work (a batch size).
+#: No loss is larger. What seems to be had another reason.
+MOST_LOST: Final = 0.8
+#: By this fraction a machine changes from one plan to the next for other reasons.
+DRIFT: Final = 0.02
+#: Up to this share, there is as good as none of something, or two are the same. After a stall, the device has no queued
+#: work, so steps with longer stalls tell nothing of launches.
+LITTLE: Final = 0.05
+#: Below this share of a step, the device does not count as waiting for launches.
+SELDOM: Final = 0.25
+#: So many steps tell something.
+ENOUGH_STEPS: Final = 3
+#: So many steps under a plan tell what visits cost, and how the CPU's pace differs. The first ones are slower, while
+#: the memory of layers that have moved is given back.
+SETTLED_STEPS: Final = 8
+#: What most of the last steps had is usual. A host may be busy for ten seconds.
+USUAL_STEPS: Final = 24
+#: So many steps ago counts no more.
+REMEMBERED_STEPS: Final = 64
+#: If `ENOUGH_STEPS` consecutive steps under one plan have work that differs by this fraction, it is other work, as of
+#: another batch size.
 OTHER_WORK: Final = 0.3
-OTHER_STEPS: Final = 3
-#: The least and most consecutive steps whose median share of waiting counts. A host may be busy for ten seconds.
-ENOUGH_SHARES, USUAL_STEPS = 3, 24
-SELDOM: Final = 0.25  # below this share of a step, the device does not count as waiting for launches
 #: The weight that older evidence keeps when new evidence arrives.
 FADING: Final = 0.7
-#: What the share of waiting that counts keeps after one step: while half of the last steps had none, although the CPU
-#: updates beside at least `AS_BEFORE` of the work beside which it did in steps with it; and otherwise.
-FORGETTING: Final = (0.95, 0.999)
-AS_BEFORE: Final = 0.9
-NEVER: Final = 0.05  # up to this share of a step, the device does not wait at all
-#: Stalls above this fraction of the work make it longer themselves: after a stall, the device has no queued work.
-MUCH_STALL: Final = 0.1
+#: What the share of waiting that counts keeps after a step. It ends at once if half of the last steps had none, and the
+#: CPU updates beside as much of the work as it did in steps with it.
+FORGETTING: Final = 0.999
 
 #: By this fraction updates on the CPU take longer while state visits the GPU, until that is known better, and visits
 #: while the CPU updates. Measured on H200 hosts with 14 threads: 5.0 and 4.15 Gparam/s fell to 4.4 and 3.65; visits
@@ -60,18 +62,6 @@ VISIT_LOSS: Final = 0.45
 #: and its power are shared. Measured on H200s: 0.024 to 0.03 s where visits took 0.36 s, and 8 % of matrix products
 #: beside endless visits. On H100s, whose memory has less bandwidth, it was 0.13.
 WORK_LOSS: Final = 0.08
-#: By so much the two may differ on another machine; by this fraction, updates and the GPU's work differ between plans
-#: for other reasons; and no visits cost more.
-CPU_SPREAD, CPU_DRIFT, MOST_CPU_LOSS = 0.2, 0.05, 1.0
-WORK_SPREAD, WORK_DRIFT, MOST_WORK_LOSS = 0.1, 0.02, 0.4
-#: They are learned once a plan was in effect for so many steps, from the last `ENOUGH_AFTER` of them: the first ones
-#: are slower, while the memory of layers that have moved is given back. Before the first plan none have. The plan
-#: before may be so many steps ago. The share of the time in which state visits must differ by this much.
-SETTLED_STEPS: Final = 8
-REMEMBERED_STEPS: Final = 64
-CLEAR_BESIDE: Final = 0.15
-#: Copies make visits longer by no more than this factor: they take turns.
-MOST_PASSING: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +92,12 @@ class Crowding:
         """Of the time that each takes alone in a step; `copies_s` of others on the link's busier direction.
 
         Forward and backward take `work_s`, the rest of the step `other_s`. Copies are spread over all of it, or over
-        visits that take longer.
+        visits that take longer; they take turns, so they make visits at most twice as long.
         """
         if not visits_s:
             return cls()
         whole_s = max(work_s + other_s, visits_s + copies_s)
-        passing = min(whole_s / max(whole_s - copies_s, whole_s / MOST_PASSING), MOST_PASSING)
+        passing = whole_s / max(whole_s - copies_s, whole_s / 2)
         longer = passing * (1 + VISIT_LOSS * min(1.0, cpu_s / (passing * visits_s)))
         beside_cpu = min(1.0, passing * visits_s / cpu_s) if cpu_s else 0.0
         beside_work_s = min(longer * visits_s, work_s)
@@ -130,8 +120,8 @@ class _Window:
     """The last steps under one plan: what it takes, in seconds, and how much of it is beside something else."""
 
     plan: Hashable
-    times_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
-    besides: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    times_s: deque[float] = field(default_factory=lambda: deque(maxlen=SETTLED_STEPS))
+    besides: deque[float] = field(default_factory=lambda: deque(maxlen=SETTLED_STEPS))
     count: int = 0  # of all its steps
 
     def add(self, time_s: float, beside: float) -> None:
@@ -145,14 +135,14 @@ class _Window:
         return pvariance(self.times_s) / len(self.times_s)
 
     def settled(self) -> _Window:
-        """With the last `ENOUGH_AFTER` steps alone."""
-        times_s, besides = (deque(list(each)[-ENOUGH_AFTER:]) for each in (self.times_s, self.besides))
+        """With the last `ENOUGH_STEPS` alone."""
+        times_s, besides = (deque(list(each)[-ENOUGH_STEPS:]) for each in (self.times_s, self.besides))
         return _Window(self.plan, times_s, besides, self.count)
 
     def change(self) -> int:
         """1 if the last steps had more work than those before, -1 if they had less, else 0."""
-        last = list(self.times_s)[-OTHER_STEPS:]
-        usual_s = median(list(self.times_s)[:-OTHER_STEPS] or last)
+        last = list(self.times_s)[-ENOUGH_STEPS:]
+        usual_s = median(list(self.times_s)[:-ENOUGH_STEPS] or last)
         return (min(last) > (1 + OTHER_WORK) * usual_s) - (max(last) < (1 - OTHER_WORK) * usual_s)
 
 
@@ -179,14 +169,13 @@ class VisitsCost:
     """The fraction by which something takes longer while state visits. `observe` each step.
 
     It may become slower at any time, whatever visits. So what is compared is a plan and the last one before it that was
-    in effect for as long, or the first one; one of them has clearly more visits. For other reasons, what it takes
-    differs by the fraction `drift` between plans. Until there are two, it is the `usual` fraction, give or take
-    `spread`. If they seem to cost less than nothing, or more than `most`, that had another reason.
+    in effect for as long, or the first one; one of them has clearly more visits. Until there are two, it is the `usual`
+    fraction, give or take as much. If they seem to cost less than nothing, or more than `MOST_LOST`, that had another
+    reason.
     """
 
-    def __init__(self, usual: float, *, spread: float, drift: float, most: float) -> None:
-        self._usual, self._spread, self._drift, self._most = usual, spread, drift, most
-        self._evidence = _Evidence()
+    def __init__(self, usual: float) -> None:
+        self._usual, self._evidence = usual, _Evidence()
         self.forget_plans()
 
     def forget_plans(self) -> None:
@@ -197,7 +186,7 @@ class VisitsCost:
 
     @property
     def value(self) -> float:
-        return min(max(self._evidence.beside(self._usual, self._spread), 0.0), self._most)
+        return min(max(self._evidence.beside(self._usual, self._usual), 0.0), MOST_LOST)
 
     def observe(self, placed: Hashable, *, beside: float, time_s: float) -> None:
         """What a step with these placements takes. State visits for this share of what it would take alone."""
@@ -205,7 +194,7 @@ class VisitsCost:
         if self._since > REMEMBERED_STEPS:
             self._before = None
         if self._here is None or self._here.plan != placed:
-            if self._here is not None and self._here.count >= (SETTLED_STEPS if self._before else ENOUGH_BEFORE):
+            if self._here is not None and self._here.count >= (SETTLED_STEPS if self._before else ENOUGH_STEPS):
                 self._before, self._since = self._here, 0
             self._here = _Window(placed)
         self._here.add(time_s, beside)
@@ -220,13 +209,13 @@ class VisitsCost:
             return
         longer = here_s / before_s
         more = fmean(here.besides) - longer * fmean(before.besides)
-        cost = (longer - 1) / more if abs(more) >= CLEAR_BESIDE else inf
-        if -2 * self._spread <= cost <= self._most:
+        cost = (longer - 1) / more if abs(more) >= LITTLE else inf
+        if -2 * self._usual <= cost <= MOST_LOST:
             noise = (here.noise + longer**2 * before.noise) / before_s**2
-            self._evidence.add(max(cost, 0.0), more**2 / (noise + 2 * self._drift**2))
+            self._evidence.add(max(cost, 0.0), more**2 / (noise + 2 * DRIFT**2))
 
     def check(self) -> None:
-        assert 0.0 <= self.value <= self._most
+        assert 0.0 <= self.value <= MOST_LOST
         self._evidence.check()
 
 
@@ -248,8 +237,8 @@ class Contention:
     @property
     def drag(self) -> float:
         """The share of forward and backward that is lost while the CPU updates."""
-        spread = TYPICAL_SPREAD * self._starved + LEAST_SPREAD
-        return min(max(self._evidence.beside(TYPICAL_DRAG * self._starved, spread), 0.0), MAX_DRAG)
+        usual = TYPICAL_DRAG * self._starved
+        return min(max(self._evidence.beside(usual, usual + DRIFT), 0.0), MOST_LOST)
 
     def is_unusual(self, gpu_lids: frozenset[int], *, work_s: float, stall_s: float, starved: float) -> bool:
         """Whether the device waited for launches in a step that took longer, as it does not usually: the host is busy.
@@ -258,9 +247,9 @@ class Contention:
         wait, and after a long stall, launches are late anyway.
         """
         here = self._here
-        if here is None or here.plan != gpu_lids or stall_s > MUCH_STALL * work_s or starved <= SELDOM:
+        if here is None or here.plan != gpu_lids or stall_s > LITTLE * work_s or starved <= SELDOM:
             return False
-        is_known = len(self._shares) >= ENOUGH_SHARES and median_high(self._shares) <= NEVER
+        is_known = len(self._shares) >= ENOUGH_STEPS and median_high(self._shares) <= LITTLE
         return is_known and work_s > median(here.times_s)
 
     def observe(
@@ -270,28 +259,28 @@ class Contention:
 
         Steps with long stalls are ignored: after a stall, launches are late, whatever the CPU does.
         """
-        if work_s <= 0.0 or stall_s > MUCH_STALL * work_s:
+        if work_s <= 0.0 or stall_s > LITTLE * work_s:
             return
         if not self.is_unusual(gpu_lids, work_s=work_s, stall_s=stall_s, starved=starved):
             self._compare(gpu_lids, work_s, beside_s, starved)
         # A single starved step does not count. A plan that ends the waiting must not erase its own reason, but if the
         # CPU updates as before, the reason was another: the host was busy.
         self._shares.append(min(starved, 1.0))
-        usual = median_low(self._shares) if len(self._shares) >= ENOUGH_SHARES else 0.0
-        has_ended = usual <= NEVER and beside_s >= AS_BEFORE * self._then * work_s
-        self._starved = max(FORGETTING[not has_ended] * self._starved, usual)
+        usual = median_low(self._shares) if len(self._shares) >= ENOUGH_STEPS else 0.0
+        has_ended = usual <= LITTLE and beside_s >= (self._then - LITTLE) * work_s
+        self._starved = max(0.0 if has_ended else FORGETTING * self._starved, usual)
         if starved > SELDOM:
             self._then = beside_s / work_s
 
     def _compare(self, gpu_lids: frozenset[int], work_s: float, beside_s: float, starved: float) -> None:
         if self._here is None or self._here.plan != gpu_lids:
-            if self._here is not None and self._here.count >= ENOUGH_BEFORE:
+            if self._here is not None and self._here.count >= ENOUGH_STEPS:
                 self._before = self._here
             self._here = _Window(gpu_lids)
         self._here.add(work_s, beside_s)
         if self._here.change():
             self._begin_anew(self._here, starved)
-        elif self._before is not None and self._here.count == ENOUGH_AFTER:
+        elif self._before is not None and self._here.count == ENOUGH_STEPS:
             self._learn(self._before, self._here)
             self._before = None
 
@@ -301,18 +290,18 @@ class Contention:
         If the work is longer and the device waits for launches, the drag is kept: the host may launch more slowly for a
         while. So it is if the work is shorter, and the CPU hardly updates meanwhile.
         """
-        alone = max(here.besides) < CLEAR_CHANGE * min(here.times_s)
-        waits = max([*self._shares, starved][-OTHER_STEPS:]) > SELDOM
+        alone = max(here.besides) < LITTLE * min(here.times_s)
+        waits = max([*self._shares, starved][-ENOUGH_STEPS:]) > SELDOM
         self._forget(only_plans=waits if here.change() > 0 else alone)
 
     def _learn(self, before: _Window, here: _Window) -> None:
         work_s = max(fmean(before.times_s), fmean(here.times_s))
         change_s = fmean(before.besides) - fmean(here.besides)
-        if abs(change_s) < CLEAR_CHANGE * work_s:
+        if abs(change_s) < LITTLE * work_s:
             return
         drag = (fmean(before.times_s) - fmean(here.times_s)) / change_s
         self._evidence.add(drag, change_s**2 / (before.noise + here.noise + 2 * (DRIFT * work_s) ** 2))
 
     def check(self) -> None:
-        assert 0.0 <= self.drag <= MAX_DRAG and 0.0 <= self._starved <= 1.0
+        assert 0.0 <= self.drag <= MOST_LOST and 0.0 <= self._starved <= 1.0
         self._evidence.check()

@@ -18,7 +18,6 @@ from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.planner.simulate import simulate
 
 CLEAR_SAVING = 0.03  # of all optimizer state: the least that a move must save if it gains no speed
-MEMORY_PRICE = 0.1  # of the horizon: the most that such a move may cost once, in steps
 LEAVE_OUT_TRIES = 4
 FEW = 8  # the most layers of which all sets are tried: 256 simulated steps
 
@@ -179,8 +178,8 @@ def _if_it_pays(
         fewer = _fastest(profile.with_cpu(1 + profile.cpu_slack), limits)
         fewer_gain_s, fewer_cost_s = _trade(profile, current, fewer)
         saved = _saving(profile, current, fewer.gpu_lids)
-        price_s = MEMORY_PRICE * horizon_steps * now_s
-        if saved and fewer_gain_s >= -SAME_SPEED * now_s and fewer_cost_s <= price_s:
+        same_s = SAME_SPEED * now_s
+        if saved and fewer_gain_s >= -same_s and fewer_cost_s <= same_s * horizon_steps:
             k = profile.k_of(fewer.gpu_lids)
             reason = f"k={k:.2f} saves {gb(saved)} on the GPU and would do with a CPU {profile.cpu_slack:.0%} slower"
             return replace(fewer, reason=reason)

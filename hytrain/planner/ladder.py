@@ -23,16 +23,38 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from hytrain.errors import HyTrainError
-from hytrain.planner.formulas import balance_k, cotrain_k, deadline_k, prefix_for
 from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Timeline, simulate
 
-BETWEEN = 4  # rungs tried between the ends of the stalls of usual and of slower steps
 SAME_SPEED = 0.01  # step times closer than this fraction count as equal, and memory decides
 
 
 class Infeasible(HyTrainError, ValueError):
     """No choice of layers respects both memory limits."""
+
+
+def balance_k(profile: Profile) -> float:
+    """(t_U - t_B) / ((1 + alpha) t_U): CPU and GPU finish their updates at the same time, if copies take none.
+
+    Source: HyTrainDNN. alpha is the measured GPU update time over the CPU's.
+    """
+    t_u = profile.cpu_update_s
+    return min(1.0, max(0.0, (t_u - profile.backward_s) / ((1 + profile.alpha) * t_u))) if t_u else 0.0
+
+
+def prefix_for(k: float, profile: Profile) -> frozenset[int]:
+    """The first layers in forward order with at least the fraction k of the parameters. ValueError outside [0, 1]."""
+    if not 0 <= k <= 1:
+        raise ValueError(f"k must be a number in [0, 1], got {k!r}")
+    numel = profile.numel
+    wanted = k * numel
+    lids = set()
+    for layer in profile.layers:
+        if wanted <= 1e-9 * numel:  # k = 0.3 of ten layers is three, despite binary rounding
+            break
+        lids.add(layer.lid)
+        wanted -= layer.numel
+    return frozenset(lids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,22 +137,20 @@ class Steps:
 def search(steps: Steps) -> int:
     """The lowest rung within 1 % of the fastest.
 
-    Bisection assumes that stalls shrink from rung to rung. A busy link can violate that slightly, so the rungs of the
-    other policies are tried too: the default must not be slower than they are.
+    Bisection begins at the rung of policy "balance". It assumes that stalls shrink from rung to rung. A busy link can
+    violate that slightly, so that rung is tried in any case: the default must not be slower than it.
     """
     ladder, profile = steps.ladder, steps.profile
     lowest, highest = ladder.lowest, len(ladder.layers)
-    guess = ladder.rung_for(deadline_k(profile), profile)
-    rungs = [ladder.rung_for(k, profile) for k in (cotrain_k(profile), balance_k(profile))]
+    guess = ladder.rung_for(balance_k(profile), profile)
     no_stalls = _no_stalls(steps, guess)
-    rungs += [no_stalls, highest]
-    # Clipped steps, and those in which the CPU is slow, stall up to a higher rung: the best may be in between.
+    rungs = [guess, no_stalls, highest]
+    # Clipped steps, and those in which the CPU is slow, stall up to a higher rung.
     slower = [replace(profile, speculates=False)] if profile.speculates and profile.clipped else []
     slower += [profile.with_cpu(max(profile.cpu_paces))] if profile.cpu_paces else []
     if slower:
         waiting = max(_no_stalls(Steps(other, ladder), no_stalls) for other in slower)
-        stride = max(1, (waiting - no_stalls) // BETWEEN)
-        rungs += [waiting, max(waiting - 1, lowest), *range(no_stalls, waiting, stride)]
+        rungs += [waiting, max(waiting - 1, lowest)]
     fastest = steps.fastest(*rungs)
     enough_s = steps[fastest].step_s * (1 + SAME_SPEED)
     return _first(lambda j: steps[j].step_s <= enough_s, lowest, fastest, (lowest + fastest) // 2)

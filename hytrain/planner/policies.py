@@ -5,7 +5,7 @@ decision out as a plan.
 
     limits ──▶ Ladder (ladder.py): what fits, as nested sets, its rungs
                  │
-                 ├─ fixed, cotrain, balance: the first rung with at least their k
+                 ├─ fixed, balance: the first rung with at least their k
                  ├─ deadline: the best for the objective (deadline.py) ──▶ target ──▶ worth the move? ──▶ Decision
                  └─ random: a rung of a shuffled ladder                                └─ no: no change
 """
@@ -15,19 +15,19 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from math import inf
 from types import MappingProxyType
 from typing import Any, Final
 
 from hytrain.planner.book import ROLES
+from hytrain.planner.contention import LITTLE
 from hytrain.planner.deadline import CLEAR_SAVING, Target, aim, worth_moving
-from hytrain.planner.formulas import balance_k, cotrain_k, prefix_for
-from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, build_ladder
+from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, balance_k, build_ladder, prefix_for
 from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import simulate
 from protocol.messages import OBJECTIVES, POLICIES
 
-CLEAR_CHANGE = 0.05  # of the parameters: the least change of a formula's k for which layers move
 #: Of the parameters: those that are tried for visits and for offloaded weights.
 SHARES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 CLIMBS: Final = 3  # around so many of the fastest shares, others are tried
@@ -77,8 +77,8 @@ def decide(
     allows.
 
     "deadline" moves layers for speed if the predicted gain is above the fraction `min_gain` of a step and repays the
-    moves within `horizon_steps`, and for memory if the saving is clear and costs no speed. "cotrain" and "balance"
-    follow their formulas, except for changes smaller than `CLEAR_CHANGE`.
+    moves within `horizon_steps`, and for memory if the saving is clear and costs no speed. "balance" follows its
+    formula, except for changes smaller than `LITTLE`.
 
     Raises Infeasible if nothing fits, ValueError for an unknown policy, objective or layer or a k outside [0, 1].
     """
@@ -96,7 +96,7 @@ def decide(
     limits = limits.beside_visits(profile)
     target = _target(policy, profile, limits, fixed_k, current, objective, seed)
     if target.gpu_lids != current and limits.allow(profile, current):
-        if policy in ("cotrain", "balance"):
+        if policy == "balance":
             target = _unless_close(profile, current, target)
         elif policy == "deadline":
             target = worth_moving(objective, profile, limits, current, target, horizon_steps, min_gain)
@@ -126,8 +126,6 @@ def _target(
     ladder = build_ladder(profile, limits, profile.layers)
     if policy == "fixed" and fixed_k is not None:
         return _by_formula("k as given", fixed_k, profile, ladder)
-    if policy == "cotrain":
-        return _by_formula("(t_U - t_B) / 2 t_U", cotrain_k(profile), profile, ladder)
     if policy == "balance":
         return _by_formula("(t_U - t_B) / (1 + α) t_U", balance_k(profile), profile, ladder)
     if policy == "random":
@@ -154,8 +152,8 @@ def _best_shares(
     """
     now = (profile.visit if len(visits) > 1 else visits[0], profile.offload if len(offloads) > 1 else offloads[0])
     tried = dict[Shares, tuple[float, int] | None]()
-    every = {(visit, offload) for visit in visits for offload in offloads}
-    more = {now, *((visit, offload) for visit in visits[::2] for offload in offloads[::2])}
+    every = set(product(visits, offloads))
+    more = {now, *product(visits[::2], offloads[::2])}
     while more:
         for pair in more:
             found = _tried(profile, pair, objective, limits, _miss(pair, now, residuals))
@@ -170,13 +168,11 @@ def _best_shares(
         good = [pair for pair in by_speed if known[pair][0] <= enough_s]
         best = min(good, key=lambda pair: (known[pair][1], pair if objective == "speed" else known[pair][0]))
         others = {known[pair]: pair for pair in reversed(by_speed)}  # one of those that come to the same
-        around = {
-            (visit, offload)
+        around = (
+            product(_beside(pair[0], visits), _beside(pair[1], offloads))
             for pair in (best, *list(reversed(others.values()))[:CLIMBS])
-            for visit in _beside(pair[0], visits)
-            for offload in _beside(pair[1], offloads)
-        }
-        more = around - tried.keys()
+        )
+        more = {pair for pairs in around for pair in pairs} - tried.keys()
     if now in known:
         (now_s, now_bytes), (best_s, best_bytes) = known[now], known[best]
         gains = now_s - best_s > (min_gain + SAME_SPEED) * now_s
@@ -317,7 +313,7 @@ def mixed(*words: int) -> int:
 def _unless_close(profile: Profile, current: frozenset[int], target: Target) -> Target:
     """The target, unless its k is close to the current one: a formula's k varies with the measurements."""
     now, wanted = profile.k_of(current), profile.k_of(target.gpu_lids)
-    if abs(wanted - now) >= CLEAR_CHANGE:
+    if abs(wanted - now) >= LITTLE:
         return target
     return Target(gpu_lids=current, reason=f"k={now:.2f} stays: {target.reason}, too close for a move")
 

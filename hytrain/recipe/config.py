@@ -264,7 +264,7 @@ class Optimizer(Section):
     visit: VisitingShare = 0.0  # the share whose state visits the GPU: a number with one for k, or auto with k: auto
     offload_weights: OffloadedShare = 0.0  # the share whose weights rest in host memory, in whole blocks
     offload_activations: bool = False  # what forward saves for backward goes to host memory: long sequences need less
-    policy: Literal["deadline", "balance", "cotrain", "random", "fixed"] = "deadline"  # for k: auto
+    policy: Literal["deadline", "balance", "random", "fixed"] = "deadline"  # for k: auto
     objective: Literal["speed", "gpu-memory", "host-memory"] = "speed"  # of policy deadline
     speculate: bool | None = None  # with train.max_grad_norm: update before the norm is known; None: decided by speed
     backend: Literal["auto", "native", "deepspeed", "torch"] = "auto"

@@ -76,7 +76,7 @@ class Maker:
             "keys": lambda: (KEY,) * drawn.randrange(3),
             "host": lambda: drawn.choice(["127.0.0.1", "::1", "10.1.2.3"]),
             "objective": lambda: drawn.choice(m.OBJECTIVES),
-            "policy": lambda: drawn.choice(["deadline", "balance", "cotrain", "random", "fixed", "other"]),
+            "policy": lambda: drawn.choice(["deadline", "balance", "random", "fixed", "other"]),
             "backend": lambda: drawn.choice(["auto", "native", "torch", "other"]),
             "names": lambda: tuple(drawn.choices([*PLACEMENTS], k=self._length())),
             "banks": lambda: tuple(drawn.choices([0, 1], k=drawn.randrange(4))),

@@ -393,7 +393,7 @@ def commands(run: Run, drawn: random.Random) -> str:
             value = {
                 "k": drawn.choice(["0", "1", f"{drawn.random():.3f}", "auto", "2", "none"]),
                 "threads": drawn.choice(["1", "2", "0", "-1", "99999999"]),
-                "policy": drawn.choice(["deadline", "random", "balance", "cotrain", "fixed", "other"]),
+                "policy": drawn.choice(["deadline", "random", "balance", "fixed", "other"]),
                 "objective": drawn.choice(["speed", "gpu-memory", "host-memory", "other"]),
                 "nonsense": "1",
             }[name]

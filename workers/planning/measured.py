@@ -14,15 +14,13 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
-from hytrain.planner import Crowding, MeasurementBook
+from hytrain.planner import ENOUGH_STEPS, Crowding, MeasurementBook
 from hytrain.planner.book import ROLES
 from protocol import messages as m
 from protocol.placement import Places
 
 #: Steps that warm up. They are recorded, but the planner does not use their times.
 WARM_UP_STEPS: Final = 1
-#: After the number of threads was changed, a plan waits this many steps for new CPU times.
-CPU_PATIENCE_STEPS: Final = 3
 #: Measurements may arrive this many steps late.
 OPEN_STEPS: Final = 16
 
@@ -165,7 +163,7 @@ class Measured:
 
     def awaits_cpu_times(self, step: int) -> bool:
         """Whether threads were changed so recently that new CPU times should arrive before the next plan."""
-        return self._new_threads is not None and step <= self._new_threads[1] + CPU_PATIENCE_STEPS
+        return self._new_threads is not None and step <= self._new_threads[1] + ENOUGH_STEPS
 
     def check(self) -> None:
         self._book.check()

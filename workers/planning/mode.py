@@ -1,34 +1,49 @@
-"""Whether the optimizer process updates ahead of verdicts, or after them.
+"""Whether the optimizer process updates ahead of the verdict on a step's norm, or waits for it.
 
     Verdict ─▶ share of clipped steps ─▶ with every plan: what being ahead would save ─▶ SetMode
 
-While a plan is on its way to layers for which being ahead no longer pays, the mode waits for it.
+Being ahead lets the CPU update during all of backward. In a step that is clipped or skipped it is useless. While a plan
+is on its way to layers for which being ahead no longer pays, the mode waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Final
 
-from hytrain import planner
-from hytrain.planner import Decision, Profile
+from hytrain.planner import SAME_SPEED, Decision, Profile, mixed, simulate
 from protocol import messages as m
 from protocol.address import Address
 from workers.effects import Command, Note, Send
 
+#: The weight of the newest step in the share of those that were clipped.
+WEIGHT: Final = 0.1
+
+
+def ahead(profile: Profile, clipped: float) -> Profile:
+    """The profile with a CPU that does not wait for verdicts. The share `clipped` of its steps is undone."""
+    return replace(profile, speculates=profile.awaits_verdict, clipped=clipped)
+
+
+def gain(profile: Profile, gpu_lids: frozenset[int], clipped: float) -> float:
+    """The fraction of a step that being ahead saves, with these layers on the GPU."""
+    waiting_s = simulate(replace(profile, speculates=False), gpu_lids).step_s
+    return 1 - simulate(ahead(profile, clipped), gpu_lids).step_s / waiting_s if waiting_s else 0.0
+
 
 class Mode:
-    """One optimizer's. `skipped`: so many steps were skipped."""
+    """One optimizer's. `clipped`: the share of steps that were clipped or skipped; `skipped`: how many were skipped."""
 
     def __init__(self, table: m.LayerTable, optimizer: Address) -> None:
         self._table, self._optimizer = table, optimizer
         self._is_ahead, self.is_told = table.speculate is not False, True
-        self._clipped = planner.ClippedShare()
+        self.clipped, self._verdicts = 0.0, 1  # the first steps are averaged with an assumed one, which was not clipped
         self._waits_from_plan: str | None = None  # why the CPU will wait for verdicts from the next plan on
         self.skipped = 0
 
     def continue_from(self, before: Mode) -> None:
-        self._clipped, self.skipped = before._clipped, before.skipped
+        self.clipped, self._verdicts, self.skipped = before.clipped, before._verdicts, before.skipped
 
     @property
     def name(self) -> str | None:
@@ -41,11 +56,13 @@ class Mode:
         return self._in(profile, self._is_ahead)
 
     def _in(self, profile: Profile, is_ahead: bool) -> Profile:
-        return planner.ahead(profile, self._clipped.value) if is_ahead else profile
+        return ahead(profile, self.clipped) if is_ahead else profile
 
     def on_verdict(self, verdict: m.Verdict) -> None:
         """Count whether the step was clipped or skipped, so that early updates had to be undone."""
-        self._clipped.add(clipped=verdict.skipped or verdict.scale != 1.0)
+        self._verdicts += 1
+        is_clipped = verdict.skipped or verdict.scale != 1.0
+        self.clipped += max(WEIGHT, 1 / self._verdicts) * (is_clipped - self.clipped)
         self.skipped += verdict.skipped
 
     def decide(
@@ -55,7 +72,7 @@ class Mode:
         is_ahead, why = self._best(policy, profile, plan, seed)
         decision = plan(self._in(profile, is_ahead))
         ends = self._is_ahead and not is_ahead and policy != "random"
-        if decision.changed and ends and planner.is_worth_it(self._gain(profile, current), now=True):
+        if decision.changed and ends and gain(profile, current, self.clipped) >= SAME_SPEED:
             self._waits_from_plan = why  # with the current layers it still pays
             return decision, []
         self._waits_from_plan = None
@@ -66,16 +83,12 @@ class Mode:
         if self._table.speculate is not None:
             return self._is_ahead, "as asked"
         if policy == "random":
-            return planner.drawn(seed), f"drawn at random from seed {seed}"
-        share = self._clipped.value
-        decision = plan(planner.ahead(profile, share))
+            return mixed(seed, -2) % 2 == 1, f"drawn at random from seed {seed}"
+        decision = plan(ahead(profile, self.clipped))
         there = replace(profile, visit=decision.visit, offload=decision.offload)
-        gained = self._gain(there, decision.gpu_lids)
-        why = f"{share:.0%} of the steps are clipped, updating ahead saves {gained:.1%} of a step"
-        return planner.is_worth_it(gained, now=self._is_ahead), why
-
-    def _gain(self, profile: Profile, gpu_lids: frozenset[int]) -> float:
-        return planner.gain(profile, gpu_lids, self._clipped.value)
+        gained = gain(there, decision.gpu_lids, self.clipped)
+        why = f"{self.clipped:.0%} of the steps are clipped, updating ahead saves {gained:.1%} of a step"
+        return gained >= SAME_SPEED, why
 
     def on_applied(self, *, as_planned: bool) -> list[Command]:
         """A plan is in effect: the mode that has waited for it begins."""
@@ -89,5 +102,5 @@ class Mode:
         return [Note(f"mode {self.name}: {why}"), Send(self._optimizer, m.SetMode(speculate=is_ahead))]
 
     def check(self) -> None:
-        self._clipped.check()
+        assert 0.0 <= self.clipped <= 1.0
         assert self._table.speculate in (None, self._is_ahead), "a requested mode is kept"

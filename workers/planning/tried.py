@@ -10,15 +10,10 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
-from hytrain.planner import Ewma, Shares
+from hytrain.planner import ENOUGH_STEPS, REMEMBERED_STEPS, Ewma, Shares
 
-#: What is known of how far shares miss counts after so many steps, at most so much, and half after at least so many
-#: more steps.
-RESIDUAL_STEPS: Final = 3
+#: Shares miss by so much at most.
 MOST_RESIDUAL: Final = 100.0
-FADING_STEPS: Final = 100
-#: By more than this fraction of a step, shares that were left must have been faster for that alone to bring them back.
-MARGIN_TO_LEFT: Final = 0.05
 
 
 @dataclass(slots=True)
@@ -31,7 +26,7 @@ class _Steps:
 
     @property
     def are_enough(self) -> bool:
-        return self.ratio.count >= RESIDUAL_STEPS
+        return self.ratio.count >= ENOUGH_STEPS
 
 
 class Tried:
@@ -59,19 +54,19 @@ class Tried:
         known = {shares: _mean(steps.ratio, shares == now) for shares, steps in self._steps.items() if steps.are_enough}
         usual = known.get(now, 1.0)
         last = {shares: self._steps[shares].last for shares in known}
-        halvings = {shares: (step - last[shares]) / max(FADING_STEPS, last[shares]) for shares in known}
+        halvings = {shares: (step - last[shares]) / max(REMEMBERED_STEPS, last[shares]) for shares in known}
         return {shares: usual + (value - usual) * 0.5 ** halvings[shares] for shares, value in known.items()}
 
     def steps_s(self, now: Shares, step: int) -> dict[Shares, float]:
-        """How long steps are with the present shares, and were with those left not long ago, these with a margin.
+        """How long steps are with the present shares, and were with those left not long ago.
 
         What the simulation believes of others may be wrong since something else is measured. So a plan that was clearly
         faster is known to be.
         """
         return {
-            shares: _mean(steps.step_s, shares == now) * (1 if shares == now else 1 + MARGIN_TO_LEFT)
+            shares: _mean(steps.step_s, shares == now)
             for shares, steps in self._steps.items()
-            if steps.are_enough and step - steps.last <= FADING_STEPS
+            if steps.are_enough and step - steps.last <= REMEMBERED_STEPS
         }
 
 
