@@ -134,7 +134,7 @@ class Accumulation:
         Free the memory of sums if it was learned that none are needed.
         """
         self.end_step()
-        if keeps:
+        if keeps and step:
             self.timing.saw("keeps gradients")
         if self.timing.begin_step(step) and not self.timing.in_step:
             self._sums.close()

@@ -172,7 +172,8 @@ class Backward:
         given = with_gradients(self._parameters)
         if not given:
             return
-        self._accumulation.timing.saw("sets or keeps gradients")
+        if self._health.life.step:  # or else they may have come before there was a session
+            self._accumulation.timing.saw("sets or keeps gradients")
         self._reads.synchronize()
         for parameter in given:
             assert parameter.parameter.grad is not None

@@ -121,7 +121,8 @@ class Commit:
             total = self._accumulation.take(parameter, keep=keeps)
             is_own = total is None  # the loop's, which may write it from now on
             if is_own:
-                self._accumulation.timing.saw("sets gradients")
+                if step:  # or else they may have come before there was a session
+                    self._accumulation.timing.saw("sets gradients")
                 total = parameter.gradient().clone() if keep else self._kept.copy_of(parameter)
             parameter.fill(total, step, stream)
             if not keep or (keeps is None and not is_own):

@@ -367,6 +367,14 @@ def test_a_model_of_parts(run: Callable[[Any, Any], object], make: Make, updates
     compared(run, make, updates=updates)
 
 
+def test_updates_of_parts_begin_in_backward_if_the_loop_does_nothing_there(caplog: pytest.LogCaptureFixture) -> None:
+    """The first step's gradients were there before the session."""
+    model = perceptron()
+    with caplog.at_level("INFO", logger="hytrain.step.timing"), hytrain.AdamW(model.parameters(), LR) as opt:
+        train(model, opt, range(4), in_parts)
+    assert [line for line in caplog.messages if "does nothing between backward and step()" in line]
+
+
 def test_a_module_that_is_inside_of_a_part_is_none() -> None:
     model: Any = perceptron()
     with hytrain.AdamW(model.parameters(), LR) as opt:
