@@ -134,20 +134,32 @@ def test_what_is_not_wanted_is_not_added_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "free", "kind"),
+    ("place", "free", "dtype", "beside_planes", "kind"),
     [
-        ("auto", None, DeviceSums),
-        ("auto", 4 * 3 * NUMEL, DeviceSums),
-        ("auto", 4 * 3 * NUMEL - 1, HostSums),
-        ("device", 0, DeviceSums),
-        ("host", None, HostSums),
+        ("auto", None, torch.float32, False, DeviceSums),
+        ("auto", 4 * 3 * NUMEL, torch.float32, False, DeviceSums),
+        ("auto", 4 * 3 * NUMEL - 1, torch.float32, False, HostSums),
+        ("auto", 2 * 3 * NUMEL, torch.bfloat16, False, DeviceSums),
+        ("auto", 2 * 2 * NUMEL, torch.bfloat16, True, DeviceSums),
+        ("auto", 2 * 2 * NUMEL - 1, torch.bfloat16, True, HostSums),
+        ("device", 0, torch.float32, False, DeviceSums),
+        ("host", None, torch.float32, False, HostSums),
     ],
 )
 def test_the_place_is_chosen_by_memory_and_told(
-    place: str, free: int | None, kind: type, caplog: pytest.LogCaptureFixture
+    place: str,
+    free: int | None,
+    dtype: torch.dtype,
+    beside_planes: bool,
+    kind: type,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Sums in planes take no memory of it: here those of one of three parameters."""
+    known = parameters(3)
+    monkeypatch.setattr(TrainedParameter, "is_updated_on_host", property(lambda one: one is known[0]))
     room = None if free is None else Room(usable=free, needed=0)
     with caplog.at_level(logging.INFO, logger="hytrain"):
-        assert isinstance(choose_sums(place, parameters(3), SlowTransfers(), room), kind)
+        assert isinstance(choose_sums(place, known, SlowTransfers(), lambda: room, dtype, beside_planes), kind)
     told = "on the host" if kind is HostSums else "on the device"
     assert (told in caplog.text) is (place == "auto")

@@ -103,6 +103,11 @@ class TrainedParameter:
         return parameter  # type: ignore[return-value]
 
     @property
+    def is_updated_on_host(self) -> bool:
+        """Whether the CPU updates all of it."""
+        return bool(self.places) and all([layer.life.placement.updates == "cpu" for layer, _ in self.places])
+
+    @property
     def is_gone(self) -> bool:
         return self._parameter() is None
 

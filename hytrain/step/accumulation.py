@@ -18,7 +18,6 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -117,12 +116,13 @@ class Accumulation:
         self._held = False
         self.may_be_last = False  # the backward, but for the time when updates begin
         self._goes_on: Callable[[], bool] = lambda: False
-        self.begin_anew(DeviceSums)
+        self.begin_anew(lambda *_: DeviceSums())
 
-    def begin_anew(self, choose: Callable[[], Sums], planes: PlaneSums | None = None) -> None:
-        """Start over with new layers. `choose` decides where the sums are kept, when the first one is made.
+    def begin_anew(self, choose: Callable[[torch.dtype, bool], Sums], planes: PlaneSums | None = None) -> None:
+        """Start over with new layers. `planes`: where the sums of a last backward go, if they can.
 
-        `planes`: where those of a last backward go, if they can.
+        `choose` decides where the others are kept, when the first one is made: of this dtype, and if others are in
+        planes.
         """
         self._choose, self._planes = choose, planes
         self._sums: Sums = DeviceSums()
@@ -208,12 +208,14 @@ class Accumulation:
         parameter.parameter.grad = distributed(SummedGradient(total, parameter.own), parameter.parameter)
 
     def _sums_for(self, parameter: TrainedParameter, first: Tensor) -> Sums:
-        in_plane = self.may_be_last and self._planes is not None and self._planes.takes(parameter, first)
-        return cast(Sums, self._planes) if in_plane else self._chosen_sums()
+        planes = self._planes if self.may_be_last else None
+        if planes is not None and planes.takes(parameter, first):
+            return planes
+        return self._chosen_sums(first.dtype, beside_planes=planes is not None)
 
-    def _chosen_sums(self) -> Sums:
+    def _chosen_sums(self, dtype: torch.dtype, *, beside_planes: bool) -> Sums:
         if not self._chosen:
-            self._sums, self._chosen = self._choose(), True
+            self._sums, self._chosen = self._choose(dtype, beside_planes), True
         return self._sums
 
     @property
@@ -234,7 +236,8 @@ class Accumulation:
         for parameter in parameters:
             total = self._sum_of(parameter)
             if total is not None and total.sums is self._planes:
-                value, total.sums = total.take(), self._chosen_sums()
+                value = total.take()
+                total.sums = self._chosen_sums(value.dtype, beside_planes=False)
                 total.sums.put(parameter, value)
 
     def take(
@@ -349,10 +352,22 @@ def plane_sums(
     return PlaneSums(transfers, await_update) if wanted else None
 
 
-def choose_sums(place: str, parameters: Sequence[TrainedParameter], transfers: Transfers, room: Room | None) -> Sums:
-    """`place` is "device", "host" or "auto": the device if its `room` suffices. None means that there is no bound."""
-    needed = 4 * sum(known.own.numel() for known in parameters)
+def choose_sums(
+    place: str,
+    parameters: Sequence[TrainedParameter],
+    transfers: Transfers,
+    gpu_room: Callable[[], Room | None],
+    dtype: torch.dtype,
+    beside_planes: bool,
+) -> Sums:
+    """`place` is "device", "host" or "auto": the device if its room suffices. None means that there is no bound.
+
+    Of this dtype are those of all parameters, or only those that are not in planes.
+    """
+    kept = [known for known in parameters if not (beside_planes and known.is_updated_on_host)]
+    needed = dtype.itemsize * sum(known.own.numel() for known in kept)
     if place == "auto":
+        room = gpu_room()
         place = "device" if room is None or needed <= room.free else "host"
         free = "enough" if room is None else f"{room.free / 1e9:.2f} GB"
         _log.info("sums of gradients take %.2f GB on the %s; free on the device: %s", needed / 1e9, place, free)

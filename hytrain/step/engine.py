@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Final
 
 import torch
@@ -140,7 +141,7 @@ class Engine:
         self._device = device = DeviceUpdates(common, host)
         self._trip = trip = RoundTrip(common, device) if check is None else CheckedTrip(common, device, check)
         planes = plane_sums(options, self._verdicts.takes_norms, transfers, trip.await_update)
-        accumulation.begin_anew(lambda: choose_sums(options.accumulate_on, parameters, transfers, gpu_room()), planes)
+        accumulation.begin_anew(partial(choose_sums, options.accumulate_on, parameters, transfers, gpu_room), planes)
         self._blocks = Blocks(common, trip)
         self.reads = Reads(common, trip, self._blocks)
         self.uses = Uses(common, trip, self.reads, self._blocks)

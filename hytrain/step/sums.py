@@ -169,10 +169,9 @@ class PlaneSums(HostSums):
     @staticmethod
     def takes(parameter: TrainedParameter, total: Tensor) -> bool:
         """Whether the CPU updates all of the parameter, and reads gradients of this dtype."""
-        places = parameter.places
-        if not places or any([layer.life.placement.updates != "cpu" for layer, _ in places]):
+        if not parameter.is_updated_on_host:
             return False
-        return all([layer.arena.grads[index].dtype == total.dtype for layer, index in places])
+        return all([layer.arena.grads[index].dtype == total.dtype for layer, index in parameter.places])
 
     def put(self, parameter: TrainedParameter, total: Tensor) -> None:
         self._await_update(parameter)
