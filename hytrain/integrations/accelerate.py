@@ -379,5 +379,3 @@ def refuse(accelerator: accelerate.Accelerator) -> None:
         )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UnsupportedError(f"{accelerator.mixed_precision} is not supported yet: train in bf16, or without it")
-    if state.dynamo_plugin.backend != accelerate.utils.DynamoBackend.NO:
-        raise UnsupportedError("hooks break the graph of a whole compiled model: compile its blocks, block.compile()")

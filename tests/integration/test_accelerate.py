@@ -297,7 +297,6 @@ def test_trials_one_after_another_leave_nothing(closed: bool, tmp_path: Path) ->
         ("fsdp_plugin", SimpleNamespace(fsdp_version=2, cpu_offload=CPUOffloadPolicy()), "cpu_offload .* leave it out"),
         ("distributed_type", DistributedType.MULTI_GPU, "several processes without FSDP2, where each would hold all"),
         ("_mixed_precision", "fp16", "fp16 comes with a GradScaler"),
-        ("dynamo_plugin", SimpleNamespace(backend="INDUCTOR"), "hooks break the graph of a whole compiled model"),
     ],
 )
 def test_settings_that_hytrain_cannot_follow(

@@ -12,6 +12,7 @@ import torch
 from helpers import differing, late_weights, weights
 from small_models import gpt2, llama, tokens
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils.data import IterableDataset
 
 pytest.importorskip("accelerate")
@@ -572,3 +573,18 @@ def test_numbers_that_change_on_the_way(name: str, tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=rf"{late} too late for HyTrain, which (has .* since adopt|clips to 1.0)"):
             trainer.train()
         assert trainer.state.global_step == 0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_the_trainer_compiles_the_model(tmp_path: Path) -> None:
+    """HyTrain's hooks add no graph to torch's, and break none."""
+    made = list[object]()
+
+    def run(trainer: Trainer) -> None:
+        torch._dynamo.reset()
+        counters.clear()
+        trainer.train()
+        made.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+
+    as_torch(run, tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+    assert made[0] == made[1] != (0, 0)
