@@ -114,7 +114,6 @@ class Accumulation:
     def __init__(self, backwards: int, timing: Timing) -> None:
         self._backwards, self.timing = backwards, timing
         self._held = False
-        self.may_be_last = False  # the backward, but for the time when updates begin
         self._goes_on: Callable[[], bool] = lambda: False
         self.begin_anew(lambda *_: DeviceSums())
 
@@ -163,10 +162,10 @@ class Accumulation:
             self.count_no_more()
         for sums in self._all:
             sums.begin()
-        if self.may_be_last and ended:
+        if self.timing.may_be_last and ended:
             self.timing.saw("calls backward several times")
-        self.may_be_last = not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
-        return self.may_be_last and not self.timing.in_step
+        self.timing.may_be_last = not (self._held or goes_on or _keeps_graph()) and ended + 1 >= self._backwards
+        return self.timing.may_be_last and not self.timing.in_step
 
     def expects(self, ended: int) -> bool:
         """Whether more backwards were announced than the `ended` ones of this step."""
@@ -200,7 +199,7 @@ class Accumulation:
         self._forget(parameter)
         # If no more backwards were announced, it is torch's sum, in the gradient's own dtype. Otherwise a copy: a
         # replayed CUDA graph writes each gradient where the one before was.
-        first = gradient if self.may_be_last else gradient.to(torch.float32, copy=True)
+        first = gradient if self.timing.may_be_last else gradient.to(torch.float32, copy=True)
         sums = self._sums_for(parameter, first)
         sums.put(parameter, first)
         total = _Sum(parameter, sums, first.dtype, self.timing)
@@ -208,7 +207,7 @@ class Accumulation:
         parameter.parameter.grad = distributed(SummedGradient(total, parameter.own), parameter.parameter)
 
     def _sums_for(self, parameter: TrainedParameter, first: Tensor) -> Sums:
-        planes = self._planes if self.may_be_last else None
+        planes = self._planes if self.timing.may_be_last else None
         if planes is not None and planes.takes(parameter, first):
             return planes
         return self._chosen_sums(first.dtype, beside_planes=planes is not None)

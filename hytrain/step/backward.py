@@ -75,7 +75,7 @@ class Backward:
         if not parameter.awaited:
             self._reads.meet_uncovered(parameter)
         if life.state is State.SUMMING:
-            if self._accumulation.may_be_last:
+            if self._accumulation.timing.may_be_last:
                 self._measure(dict.fromkeys([layer for layer, _ in parameter.places]), whole=True)
             self._accumulation.add(parameter)
         else:
@@ -154,7 +154,7 @@ class Backward:
                 self._commit.complete(keep=by_step)
             else:
                 self._commit.end_sum()
-                if self._accumulation.may_be_last:
+                if self._accumulation.timing.may_be_last:
                     self._measure(self._layers, whole=False)
         self._kept.end_backward()
         self._offload.end_backward()

@@ -24,16 +24,21 @@ _log = logging.getLogger(__name__)
 
 
 class Timing:
-    """`updates` is the option: "backward", "step", or "auto", which learns it."""
+    """`updates` is the option: "backward", "step", or "auto", which learns it.
+
+    `may_be_last`: no more backwards were announced than the last one, whose updates may begin in it. What a loop does
+    before others is no habit.
+    """
 
     def __init__(self, updates: str) -> None:
+        self.may_be_last = False
         self.in_step = updates != "backward"
         self.learns = updates == "auto"
         self._seen = ""
 
     def saw(self, what: str) -> None:
         """The loop has done something between a backward and `step()`, or after that with gradients."""
-        if self.learns:
+        if self.learns and self.may_be_last:
             self._seen = self._seen or what
 
     def begin_step(self, step: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -315,6 +316,25 @@ def test_ranks_that_wait_for_the_norm_do_not_learn() -> None:
     options = Options.of(ADAMW, {"max_grad_norm": 1.0})
     assert [options.updates_on(ranks) for ranks in (1, 2)] == ["auto", "backward"]
     assert Options.of(ADAMW, {}).updates_on(2) == "auto"
+
+
+@pytest.mark.parametrize("announced", ["by number", "by no_sync", "by retain_graph"])
+def test_updates_begin_in_the_last_of_backwards_that_were_announced(
+    announced: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between them, a loop may do what it likes, so that is no reason to begin in `step()`."""
+    model = perceptron()
+    options = {"grad_accumulation": 2} if announced == "by number" else {}
+    with caplog.at_level("INFO", logger="hytrain.step.timing"), adamw(model, k=0.5, **options) as opt:
+        for number in range(4):
+            loss = square_loss(model, number)
+            with opt.no_sync() if announced == "by no_sync" else nullcontext():
+                loss.backward(retain_graph=announced == "by retain_graph")
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            (loss if announced == "by retain_graph" else square_loss(model, 9 + number)).backward()
+            opt.step()
+            opt.zero_grad()
+    assert [line for line in caplog.messages if "does nothing between backward and step()" in line]
 
 
 @pytest.mark.gpu
