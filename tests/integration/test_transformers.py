@@ -508,7 +508,6 @@ def some(model: nn.Module) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optim": "adafactor"}, {}, 'optim="adafactor" is another update'),
     ({"optim": "sgd", "optim_args": "momentum=0.9"}, {}, "optim_args='momentum=0.9': pass them to adopt"),
-    ({"torch_compile": True}, {}, "hooks break the graph of a whole compiled model"),
     ({"bf16_full_eval": True}, {}, "full evaluation in half precision converts the weights"),
     ({"auto_find_batch_size": True}, {}, "auto_find_batch_size goes on after a failed backward"),
     ({"model_init": gpt2}, {}, "model_init makes the model anew"),
