@@ -383,6 +383,41 @@ def test_a_module_that_is_inside_of_a_part_is_none() -> None:
         assert [len(list(part.parameters())) for part in opt._model.children()] == [4, 2, 2]
 
 
+def decayed(kind: Any, model: nn.Module) -> Any:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return kind(groups, lr=LR, betas=(0.9, 0.95))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_loop_like_nanogpts(compiles: bool) -> None:
+    """It compiles, evaluates, accumulates without a word, clips, and has a scaler that is switched off."""
+
+    def run(model: nn.Module, opt: Any) -> object:
+        torch._dynamo.reset()
+        used: Any = torch.compile(model, backend="aot_eager") if compiles else model
+        scaler, seen = torch.amp.GradScaler("cpu", enabled=False), []
+        for step in range(STEPS):
+            for group in opt.param_groups:
+                group["lr"] = LR * (step + 1) / STEPS
+            if step % 2 == 0:
+                used.eval()
+                with torch.no_grad():
+                    seen.append(square_loss(used, 99).item())
+                used.train()
+            for part in range(3):
+                scaler.scale(square_loss(used, 3 * step + part) / 3).backward()
+            scaler.unscale_(opt)
+            seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad(set_to_none=True)
+        return seen
+
+    compared(run, decayed)
+
+
 # ---------------------------------------------------------------- several optimizers
 
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -92,19 +92,24 @@ def pair() -> tuple[nn.Module, nn.Module]:
     return mlp(16, WIDTH, WIDTH), mlp(WIDTH, WIDTH, 16, seed=1)
 
 
+def critic_learns(generator: nn.Module, critic: nn.Module, opt: Any, step: int, seen: list[float]) -> Tensor:
+    """From the real and then from the false, which are returned."""
+    opt.zero_grad()
+    fake = generator(noise(step, BATCH, 16))
+    for loss in real_and_false(critic, noise(100 + step), fake.detach()):
+        loss.backward()
+        seen.append(loss.item())
+    opt.step()
+    return cast(Tensor, fake)
+
+
 @loop
 def dcgan(make: Any) -> Found:
     """The critic's losses one after the other, then the generator's through the critic."""
     generator, critic = pair()
-    of_g, of_d = make(generator), make(critic, ours={"grad_accumulation": 2})
-    seen = []
+    of_g, of_d, seen = make(generator), make(critic, ours={"grad_accumulation": 2}), list[float]()
     for step in range(STEPS):
-        of_d.zero_grad()
-        fake = generator(noise(step, BATCH, 16))
-        for loss in real_and_false(critic, noise(100 + step), fake.detach()):
-            loss.backward()
-            seen.append(loss.item())
-        of_d.step()
+        fake = critic_learns(generator, critic, of_d, step, seen)
         of_d.zero_grad()
         loss = real_and_false(critic, fake, fake)[0]
         loss.backward()
@@ -118,14 +123,9 @@ def dcgan(make: Any) -> Found:
 def dcgan_as_published(make: Any) -> Found:
     """The generator's backward leaves gradients in the critic, which the next step drops."""
     generator, critic = pair()
-    of_g, of_d, seen = make(generator), make(critic), []
+    of_g, of_d, seen = make(generator), make(critic), list[float]()
     for step in range(STEPS):
-        of_d.zero_grad()
-        fake = generator(noise(step, BATCH, 16))
-        for loss in real_and_false(critic, noise(100 + step), fake.detach()):
-            loss.backward()
-            seen.append(loss.item())
-        of_d.step()
+        fake = critic_learns(generator, critic, of_d, step, seen)
         of_g.zero_grad()
         loss = real_and_false(critic, fake, fake)[0]
         loss.backward()
