@@ -379,7 +379,7 @@ def clipping(template: Job) -> list[Job]:
 def updates(template: Job) -> list[Job]:
     """When updates begin: in backward, in `step()`, or as it is learned; and a loop that clips by itself."""
     clipped = replace(template, clip=LIMITS[ALWAYS_CLIPPED])
-    steps = {batch: Segment(batch=batch, settle=24, measure=10, patience=20) for batch in (8, 1)}
+    steps = {batch: Segment(batch=batch, settle=24, measure=10, patience=60) for batch in (8, 1)}
     asked = [job(template, system, *steps.values()) for system in ("no-offload", *TIMINGS)]
     return [*asked, *(job(clipped, system, replace(steps[8], label=CLIPPED)) for system in (AUTO, UNAWARE))]
 

@@ -236,6 +236,7 @@ class Build:
             window_bytes=window_bytes(self.blocks),
             ring_bytes=ring_bytes([segment for layer in layers for segment in layer.segments]),
             hold_bytes=self._hold_bytes,
+            in_step=site.accumulation.timing.in_step,
             gpu=environment.gpu_uuid(site.device),
         )
 

@@ -171,6 +171,7 @@ class LayerTable(Message):
 
     `inbox`: the trainer's inbox, as in its Hello; the optimizer sends to it.
     `awaits_verdict`: updates become final only at the end of backward.
+    `in_step`: updates begin in `step()`, until a report says otherwise.
     `speculate`: whether the CPU updates before that; None lets the coordinator choose.
     `k`: None means "auto". `visit`, `offload_weights`: the fractions of the parameters whose state visits the GPU, and
     whose weights rest in host memory; None means "auto".
@@ -205,6 +206,7 @@ class LayerTable(Message):
     ring_bytes: int = 0
     hold_bytes: int = 0
     gpu: str = ""
+    in_step: bool = False
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.layers)))
@@ -324,15 +326,20 @@ class GradReady(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict(Message):
-    """Trainer to both, after backward: multiply the step's gradients by `scale`, or skip the step."""
+    """Trainer to both, after backward: multiply the step's gradients by `scale`, or skip the step.
+
+    `rounds`: as the loop has multiplied them, in their own dtype, by any number.
+    """
 
     step: int
     scale: float
     skipped: bool
+    rounds: bool = False
 
     def __post_init__(self) -> None:
         _require(self.step >= 0, "steps are counted from 0")
-        _require(not self.scale < 0.0 and not math.isinf(self.scale), f"the scale {self.scale} is negative or infinite")
+        possible = self.rounds or not (self.scale < 0.0 or math.isinf(self.scale))
+        _require(possible, f"the scale {self.scale} is negative or infinite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -534,6 +541,7 @@ class TrainerReport(Message):
     wait for this rank's own updates. On device "cpu", only for the copies.
     `starved`: the share of layers' backwards in which the device ran out of queued work.
     `gather_s`: the time of FSDP2's all-gathers, including the wait for ranks that join them later; None without any.
+    `in_step`: updates began in `step()`, not in backward.
     `moving`: during `step`, memory of moving layers was prepared or freed, or their state was copied.
     `places`: those in effect in `step`.
     `gpu_usable_bytes`: what the trainer can have of the GPU's memory, less a margin. `gpu_needed_bytes`: the most that
@@ -569,6 +577,7 @@ class TrainerReport(Message):
     to_host_bytes: int
     layers: tuple[LayerTimes, ...]
     saves: bool = False
+    in_step: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What layers take in each placement: which plane is where, and how many bytes that is. Whoever counts bytes asks here.
 
 plane                        in host memory                          on the GPU
-grads                        if the CPU updates                      if they await a verdict and the GPU updates
+grads                        if the CPU updates                      if they wait for backward's end and the GPU updates
 weights                      if state rests there                    if weights rest there
 remainder, moments           if state rests there                    if state rests there
 a second bank, plane'        as the first                            never
@@ -25,20 +25,23 @@ def is_on_host(plane: str, placement: Placement) -> bool:
     return placement.state == "host" and (plane != GRADS or placement.updates == "cpu")
 
 
-def is_on_gpu(plane: str, placement: Placement, *, awaits_verdict: bool = False) -> bool:
+def is_on_gpu(plane: str, placement: Placement, *, waits: bool = False) -> bool:
     if plane.endswith("'"):
         return False
     if plane == GRADS:
-        return awaits_verdict and placement.updates == "gpu"
+        return waits and placement.updates == "gpu"
     return (placement.weights if plane == WEIGHTS else placement.state) == "gpu"
 
 
 class Sizes:
-    """Of a trainer's layers, by LID: bytes by plane, both banks together."""
+    """Of a trainer's layers, by LID: bytes by plane, both banks together.
 
-    def __init__(self, layers: Sequence[Layer], *, banks: int, awaits_verdict: bool) -> None:
+    `waits`: updates wait for the end of backward, for a verdict or for `step()`.
+    """
+
+    def __init__(self, layers: Sequence[Layer], *, banks: int, waits: bool) -> None:
         self._planes = [layout(layer, banks).plane_nbytes for layer in layers]
-        self._awaits_verdict = awaits_verdict
+        self.waits = waits
         self.host, self.gpu = cache(self._on_host), cache(self._on_gpu)
 
     def _on_host(self, lid: int, placement: Placement) -> Mapping[str, int]:
@@ -53,8 +56,4 @@ class Sizes:
     def _on_gpu(self, lid: int, placement: Placement) -> Mapping[str, int]:
         """What it takes there in this placement, but for gradients that are on their way."""
         planes = self._planes[lid].items()
-        return {
-            plane: nbytes
-            for plane, nbytes in planes
-            if is_on_gpu(plane, placement, awaits_verdict=self._awaits_verdict)
-        }
+        return {plane: nbytes for plane, nbytes in planes if is_on_gpu(plane, placement, waits=self.waits)}

@@ -678,6 +678,29 @@ def test_a_mode_that_needs_other_layers_waits_for_them(driver: Driver) -> None:
     assert driver.sent(long_step(step + 1, driver.owned)) == [], "said once"
 
 
+def test_plans_follow_where_updates_begin(driver: Driver) -> None:
+    """Backward hides all of the CPU's updates that begin in it; what begins in `step()`, forward hides only in part."""
+
+    def held_bytes() -> int:
+        return driver.status().device_planes.get("grads", 0)
+
+    def settle(steps: range, *, in_step: bool) -> None:
+        for step in steps:
+            driver.handle(cpu_report(step, 0.4, sorted({*ALL} - {*driver.owned})))
+            for _, message in driver.sent(replace(long_step(step, driver.owned), in_step=in_step)):
+                if isinstance(message, m.Plan):
+                    driver.hold(message)
+                    break
+
+    driver.start(policy="deadline", in_step=True)
+    settle(range(20), in_step=True)
+    assert len(driver.owned) > 1 and held_bytes() == len(driver.owned) * 2 * SEGMENT.numel
+    settle(range(20, 60), in_step=False)
+    assert len(driver.owned) <= 1 and held_bytes() == 0
+    settle(range(60, 100), in_step=True)
+    assert len(driver.owned) > 1 and held_bytes()
+
+
 @pytest.mark.parametrize(("speculate", "mode"), [(True, "speculate"), (False, "defer"), (None, None)])
 def test_a_mode_that_was_asked_for_is_kept(driver: Driver, speculate: bool | None, mode: str | None) -> None:
     driver.start(policy="random", awaits_verdict=mode is not None, speculate=speculate or False)
@@ -906,7 +929,7 @@ def test_planes_are_those_of_the_rule() -> None:
         for rule in ("lion", "sgd_momentum", "sgd")
     ]
     layers = tuple(m.Layer(lid=0, position=0, name="0", segments=(segment,)) for segment in segments)
-    sizes = [Sizes([layer], banks=1, awaits_verdict=False) for layer in layers]
+    sizes = [Sizes([layer], banks=1, waits=False) for layer in layers]
     found = [PlaneBytes(table(), each).of(Places.of([CPU]))[0] for each in sizes]
     always = {"grads": 2 * numel, "weights": 2 * numel, "remainder": 2 * numel}
     assert found == [always | {"exp_avg": 4 * numel}, always | {"momentum_buffer": 4 * numel}, always]

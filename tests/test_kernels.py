@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import math
 import mmap
 import os
 import subprocess
@@ -640,6 +641,25 @@ def test_a_scaled_gradient_is_a_gradient_times_the_scale(name: str, pair: tuple[
         update(expected, grads.float() * scale, scalars(hyper, step))
     assert torch.equal(scaled.master().view(torch.int32), expected.master().view(torch.int32))
     assert torch.equal(scaled.exp_avg_sq, expected.exp_avg_sq)
+
+
+@PAIRS
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("by", [0.3, -1.7, 0.0, 2.0**-70, math.inf, math.nan], ids=str)
+def test_a_multiplied_gradient_is_torchs_product(name: str, pair: tuple[str, str], maximize: bool, by: float) -> None:
+    """In the gradient's dtype, as the loop's own `mul_` leaves it; of special values, and where no strip is full."""
+    update, generator = open_update(name), torch.Generator().manual_seed(8)
+    hyper, by = dataclasses.replace(HYPER, maximize=maximize), float(torch.tensor(by))
+    grads = torch.cat([SPECIAL, some_grads(1000, generator)]).to(getattr(torch, pair[1]))
+    master = torch.randn(grads.numel(), generator=generator)
+    multiplied, expected = (Planes.of(master, pair[0]) for _ in range(2))
+    for step in (1, 2):
+        before = grads.clone()
+        update(multiplied, grads, scalars(hyper, step, by=by))
+        update(expected, grads * by, scalars(hyper, step))
+        assert torch.equal(grads.view(torch.uint8), before.view(torch.uint8)), "only read"
+    assert_identical(multiplied, expected)
 
 
 @pytest.mark.gpu

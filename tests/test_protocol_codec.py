@@ -150,7 +150,7 @@ def layer_table(**changes: Any) -> list[Any]:
     table |= {"objective": "speed", "awaits_verdict": False, "speculate": False, "k": None, "backend": "auto"}
     table |= {"gpu_bytes": None, "host_bytes": None, "continues": False, "threads": None, "rank": 0, "world": 1}
     table |= {"visit": 0.0, "offload_weights": 0.0, "blocks": [], "window_bytes": 0, "ring_bytes": 0, "hold_bytes": 0}
-    table["gpu"] = ""
+    table |= {"gpu": "", "in_step": False}
     return list((table | changes).values())
 
 

@@ -24,7 +24,7 @@ def test_weights_and_state_are_somewhere_and_where_they_rest(where: Placement) -
     assert is_on_host("exp_avg", where) != is_on_gpu("exp_avg", where) == (where.state == "gpu")
     assert is_on_host("exp_avg'", where) == is_on_host("exp_avg", where) and not is_on_gpu("exp_avg'", where)
     assert is_on_host(GRADS, where) == (where.updates == "cpu"), "who updates has the gradients"
-    assert is_on_gpu(GRADS, where, awaits_verdict=True) == (where.updates == "gpu")
+    assert is_on_gpu(GRADS, where, waits=True) == (where.updates == "gpu")
     assert not is_on_gpu(GRADS, where), "they are on their way"
     assert where.weights == "gpu" or is_on_host(WEIGHTS, where), "weights that rest on the host are in the arena"
 
@@ -32,7 +32,7 @@ def test_weights_and_state_are_somewhere_and_where_they_rest(where: Placement) -
 @given(st.lists(segments(), min_size=1, max_size=3), st.sampled_from([1, 2]), st.booleans())
 def test_an_arena_is_what_a_layer_of_the_cpus_takes(drawn: list[m.Segment], banks: int, awaits: bool) -> None:
     layer = m.Layer(lid=0, position=0, name="a", segments=tuple(drawn))
-    sizes, alone = Sizes([layer], banks=banks, awaits_verdict=awaits), layout(layer)
+    sizes, alone = Sizes([layer], banks=banks, waits=awaits), layout(layer)
     assert sum(sizes.host(0, CPU).values()) == layout(layer, banks).nbytes
     assert sizes.host(0, CPU_OFFLOADED) == sizes.host(0, CPU) and not sizes.host(0, GPU)
     assert {**sizes.host(0, VISIT), GRADS: sizes.host(0, CPU)[GRADS]} == sizes.host(0, CPU)

@@ -46,7 +46,7 @@ def _functions(*, fuses: bool) -> tuple[dict[tuple[str, str, str, str], Any], ct
     update = {each: getattr(library, f"hytrain_{'_'.join(each)}") for each in kinds}
     planes, elements, pointer, integer = (*map(ctypes.POINTER, (_Planes, _Elements)), ctypes.c_void_p, ctypes.c_int64)
     for function in update.values():
-        function.argtypes = (planes, pointer, planes, integer, integer, pointer, elements, ctypes.c_int)
+        function.argtypes = (planes, pointer, ctypes.c_float, planes, integer, integer, pointer, elements, ctypes.c_int)
         function.restype = None
     return update, library
 
@@ -86,7 +86,7 @@ class NativeBackend:
             self._updates[of.elements.fuses], _ = _functions(fuses=of.elements.fuses)
         function = self._updates[of.elements.fuses][(scalars.kernel, *pair, of.state_dtype)]
         numels, others = (of.numel, of.elements.in_vectors(of.numel)), (ctypes.byref(rounded), ctypes.byref(which))
-        function(ctypes.byref(planes), of.grads, ctypes.byref(to), *numels, *others, self.threads)
+        function(ctypes.byref(planes), of.grads, scalars.by, ctypes.byref(to), *numels, *others, self.threads)
 
     def touch(self, address: int, nbytes: int) -> None:
         """See Backend.touch. Asks for huge pages, but not at each call if there are none: the search takes time."""

@@ -25,6 +25,7 @@ class Scalars:
     `values` are what the rule's kernels take: `factor` first, by which they multiply the gradient, the scale of
     clipping, negative to maximize; then what the rule's function here returns. `hyper` and `step` are for the backends
     that compute these values themselves. `kernel` is the arithmetic: the rule, or a later pass of its update.
+    Before that, the gradient is multiplied `by` a number, and rounded to its own dtype. Only backends do that.
     """
 
     hyper: Hyper
@@ -32,6 +33,7 @@ class Scalars:
     scale: float
     values: tuple[float, ...]
     kernel: str
+    by: float = 1.0
 
 
 def _adamw(hyper: AdamWHyper, step: int) -> tuple[float, ...]:
@@ -134,13 +136,13 @@ _OF_RULE: Final[dict[str, Callable[[Any, int], tuple[float, ...]]]] = {
 
 
 @lru_cache(maxsize=256)  # the segments of a step share them
-def scalars(hyper: Hyper, step: int, scale: float = 1.0) -> Scalars:
+def scalars(hyper: Hyper, step: int, scale: float = 1.0, by: float = 1.0) -> Scalars:
     """The scalars of a segment's update number `step`, counted from 1, with the gradient multiplied by `scale`.
 
-    `scale` is a float32. Raises ValueError for step 0.
+    Before, it is multiplied `by` a number and rounded. Both are float32. Raises ValueError for step 0.
     """
     if step < 1:
         raise ValueError(f"an update's step counts from 1, not {step}: increment it before the update")
     factor = -scale if hyper.maximize else scale
     values = (factor, *_OF_RULE[hyper.rule](hyper, step))
-    return Scalars(hyper=hyper, step=step, scale=scale, values=values, kernel=hyper.rule)
+    return Scalars(hyper=hyper, step=step, scale=scale, values=values, kernel=hyper.rule, by=by)

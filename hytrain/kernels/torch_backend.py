@@ -137,7 +137,7 @@ class TorchBackend:
     ) -> None:
         assert weights is not None and grads is not None
         kept = [moment for moment in moments if moment is not None]
-        grads = grads.float()
+        grads = (grads if scalars.by == 1.0 else grads * scalars.by).float()
         if scalars.scale != 1.0:
             grads = grads * scalars.scale
         exact = [_exact(moment, index) for index, moment in enumerate(kept)]  # the planes themselves, if float32

@@ -308,6 +308,22 @@ inline void narrow(const float *floats, fp16 *halves, int64_t numel) {
     for (; i < numel; ++i) halves[i] = nearest(floats[i]);
 }
 
+inline fp16 product(float factor, fp16 x) { return nearest(real(canonical(bits(factor * wide(x))))); }
+inline bf16 product(float factor, bf16 x) {
+    const uint32_t u = canonical(bits(factor * wide(x)));
+    return static_cast<bf16>((u + 0x7fffu + (u >> 16 & 1u)) >> 16);  // to the nearest, ties to even; infinities stay
+}
+inline float product(float factor, float x) { return factor * x; }
+
+// The gradients of at most one strip times `factor`, which are gradients again; themselves if it is 1.
+template <class Grad>
+HYTRAIN_INLINE const Grad *multiplied(const Grad *grads, float factor, Grad *into, int64_t numel) {
+    if (factor == 1.0f) return grads;
+#pragma omp simd
+    for (int64_t i = 0; i < numel; ++i) into[i] = product(factor, grads[i]);
+    return into;
+}
+
 // Updates at most one strip of fp16 weights: their masters are updated and stay in the L1 cache.
 template <class Rule>
 HYTRAIN_INLINE void update_strip(State<Rule, fp16, float> from, const fp16 *grads, State<Rule, fp16, float> to,
@@ -410,9 +426,10 @@ HYTRAIN_INLINE void update_strip_elsewhere(State<Rule, Weight, Moment> from, con
 // raises 6.25 G elements/s to 7.07 (bf16, 14 threads of a Xeon with AVX-512), whether 512 or 2048 elements ahead. A
 // prefetch cannot fault, so the last ones may reach beyond the planes.
 template <class Rule, class Weight, class Moment, class Grad>
-void update_range(State<Rule, Weight, Moment> from, const Grad *grads, State<Rule, Weight, Moment> to, int64_t numel,
-                  Rule rule, Elements elements) {
+void update_range(State<Rule, Weight, Moment> from, const Grad *grads, float by, State<Rule, Weight, Moment> to,
+                  int64_t numel, Rule rule, Elements elements) {
     const bool in_place = from.weights == to.weights;
+    alignas(64) Grad products[strip];
     int64_t at = 0;
     for (; at + strip <= numel; at += strip) {
         if (HYTRAIN_PREFETCH) {
@@ -421,12 +438,15 @@ void update_range(State<Rule, Weight, Moment> from, const Grad *grads, State<Rul
             if (Rest<Weight>::exists) prefetch(from.remainder, at + HYTRAIN_PREFETCH);
             for (const Moment *moment : from.moments) prefetch(moment, at + HYTRAIN_PREFETCH);
         }
+        const Grad *const given = multiplied(grads + at, by, products, strip);
         if (in_place)
-            update_strip(from.at(at), grads + at, from.at(at), strip, rule, elements.at(at));
+            update_strip(from.at(at), given, from.at(at), strip, rule, elements.at(at));
         else
-            update_strip_elsewhere(from.at(at), grads + at, to.at(at), rule, elements.at(at));
+            update_strip_elsewhere(from.at(at), given, to.at(at), rule, elements.at(at));
     }
-    if (at < numel) update_strip(from.at(at), grads + at, to.at(at), numel - at, rule, elements.at(at));
+    if (at < numel)
+        update_strip(from.at(at), multiplied(grads + at, by, products, numel - at), to.at(at), numel - at, rule,
+                     elements.at(at));
     if (!in_place) settle();
 }
 
@@ -479,15 +499,19 @@ private:
 constexpr int64_t block = 4096;
 
 template <class Rule, class Weight, class Grad, class Moment>
-void update(const Planes *from, const void *grads, const Planes *to, int64_t numel, int64_t in_vectors,
+void update(const Planes *from, const void *grads, float by, const Planes *to, int64_t numel, int64_t in_vectors,
             const void *scalars, const Elements *elements, int threads) {
     using Tail = typename Rule::Tail;
     const int64_t all = numel;
     if (!std::is_same<Rule, Tail>::value) numel = in_vectors;
-    for (int64_t at = numel; at < all; at += strip)
-        update_strip(from->as<Tail, Weight, Moment>().at(at), static_cast<const Grad *>(grads) + at,
-                     to->as<Tail, Weight, Moment>().at(at), at + strip < all ? strip : all - at,
-                     *static_cast<const Tail *>(scalars), elements->at(at));
+    Grad products[strip];
+    for (int64_t at = numel; at < all; at += strip) {
+        const int64_t some = at + strip < all ? strip : all - at;
+        update_strip(from->as<Tail, Weight, Moment>().at(at),
+                     multiplied(static_cast<const Grad *>(grads) + at, by, products, some),
+                     to->as<Tail, Weight, Moment>().at(at), some, *static_cast<const Tail *>(scalars),
+                     elements->at(at));
+    }
     const Rule rule = *static_cast<const Rule *>(scalars);
     const int64_t blocks = (numel + block - 1) / block;
     const unsigned mode = float_mode();
@@ -498,7 +522,7 @@ void update(const Planes *from, const void *grads, const Planes *to, int64_t num
         for (int64_t b = 0; b < blocks; ++b) {
             const int64_t begin = b * block;
             const int64_t end = begin + block < numel ? begin + block : numel;
-            update_range(from->as<Rule, Weight, Moment>().at(begin), static_cast<const Grad *>(grads) + begin,
+            update_range(from->as<Rule, Weight, Moment>().at(begin), static_cast<const Grad *>(grads) + begin, by,
                          to->as<Rule, Weight, Moment>().at(begin), end - begin, rule, elements->at(begin));
         }
     }
@@ -516,9 +540,9 @@ inline void touch_pages(char *address, int64_t nbytes, int64_t page) {
 extern "C" {
 
 #define HYTRAIN_UPDATE(name, Rule, Weight, Grad, Moment)                                                  \
-    void hytrain_##name(const Planes *from, const void *grads, const Planes *to, int64_t numel,           \
+    void hytrain_##name(const Planes *from, const void *grads, float by, const Planes *to, int64_t numel, \
                         int64_t in_vectors, const void *scalars, const Elements *elements, int threads) { \
-        update<Rule, Weight, Grad, Moment>(from, grads, to, numel, in_vectors, scalars, elements, threads); \
+        update<Rule, Weight, Grad, Moment>(from, grads, by, to, numel, in_vectors, scalars, elements, threads); \
     }
 #define HYTRAIN_STATES(name, Rule, Weight, Grad)                    \
     HYTRAIN_UPDATE(name##_float32, Rule, Weight, Grad, float)       \

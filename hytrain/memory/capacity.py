@@ -234,7 +234,7 @@ def _beyond_gpu(layouts: list[ArenaLayout], gpu_bytes: int, awaits_verdict: bool
         size = sum(
             nbytes
             for plane, nbytes in layout.plane_nbytes.items()
-            if plane != sizes.WEIGHTS and sizes.is_on_gpu(plane, GPU, awaits_verdict=awaits_verdict)
+            if plane != sizes.WEIGHTS and sizes.is_on_gpu(plane, GPU, waits=awaits_verdict)
         )
         if size <= gpu_bytes:
             gpu_bytes -= size

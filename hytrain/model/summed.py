@@ -1,8 +1,10 @@
 """What `p.grad` is while a step's backwards only sum gradients: a tensor whose values are kept elsewhere.
 
     backward      autograd adds a gradient       ─▶ to the float32 sum
-    the loop      norm(), print, clone()         ─▶ the sum, rounded to the gradient's dtype
-                  mul_(), clip_grad_norm_(), …   ─▶ the same, and what was written is the sum from then on
+    the loop      print, clone()                 ─▶ the sum, rounded to the gradient's dtype
+                  norm()                         ─▶ known since the gradient came, if the loop has asked before
+                  mul_(factor), as clipping does ─▶ kept beside the sum, for whoever reads that
+                  add_(), copy_(), …             ─▶ the same, and what was written is the sum from then on
                   view(), numpy(), …             ─▶ a tensor of its own from then on, as in torch
                   p.grad = None                  ─▶ the sum is dropped
 
@@ -13,15 +15,19 @@ So between such a backward and `step()`, gradients are what a loop finds there i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol, Self
+from typing import Any, Final, Protocol, Self
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hytrain.tensors import local
 
 _aten = torch.ops.aten
+_NORMS: Final = (_aten._foreach_norm.Scalar, _aten.linalg_vector_norm.default)
+_TAKEN_AS_LISTS: list[type[Tensor]] = _foreach_supported_types
+_PRODUCTS: Final = (_aten._foreach_mul_.Tensor, _aten.mul_.Tensor)
 
 
 class Sum(Protocol):
@@ -40,6 +46,12 @@ class Sum(Protocol):
 
     def settle(self) -> Tensor:
         """The same, from now on kept in this tensor, which may have views."""
+
+    def norm(self, operator: Any) -> Tensor:
+        """What this operator of torch's finds for its value: `norm_of`."""
+
+    def multiply(self, factor: Tensor) -> None:
+        """Multiply it in place by this number, of its dtype and on its device, now or when it is read."""
 
 
 class SummedGradient(Tensor):
@@ -66,6 +78,14 @@ class SummedGradient(Tensor):
         kwargs = kwargs or {}
         if func is _aten.detach.default:
             return args[0]
+        if "_foreach_" in func.__name__ and len(args[0]) > 1:
+            return _one_by_one(func, args, kwargs)
+        if func in _NORMS and not kwargs and args[1:] in ((), (2.0,)) and (only := _only(args[0])) is not None:
+            norm = only._total.norm(func)
+            return [norm] if func is _aten._foreach_norm.Scalar else norm
+        if func in _PRODUCTS and (only := _only(args[0])) is not None and _is_factor(args[1], only):
+            only._total.multiply(args[1])
+            return args[0] if func is _aten.mul_.Tensor else None
         if func is _aten.add_.Tensor and isinstance(args[0], cls) and not kwargs and _is_gradient(args[1], args[0]):
             args[0]._total.add(args[1])
             return args[0]
@@ -108,6 +128,40 @@ class SummedGradient(Tensor):
 
     def __dlpack__(self, *args: Any, **options: Any) -> Any:
         return self._total.settle().__dlpack__(*args, **options)
+
+
+#: Of these types, torch clips gradients with operators for lists, whose norms have bits of their own on a GPU.
+_TAKEN_AS_LISTS.append(SummedGradient)
+
+
+def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on lists of tensors, one after the other: all values at once might have no room on the device."""
+    count = len(args[0])
+
+    def of(index: int, given: Any) -> Any:
+        return [given[index]] if isinstance(given, list | tuple) and len(given) == count else given
+
+    made = [func(*(of(i, each) for each in args), **{k: of(i, v) for k, v in kwargs.items()}) for i in range(count)]
+    return None if made[0] is None else [one for each in made for one in each]
+
+
+def _only(given: Any) -> SummedGradient | None:
+    """The tensor, or the only one of a list, if it is the gradient of a sum."""
+    one = given[0] if isinstance(given, list | tuple) else given
+    return one if isinstance(one, SummedGradient) else None
+
+
+def norm_of(operator: Any, value: Tensor) -> Tensor:
+    """The 2-norm, in the bits of this operator: for lists of tensors, or for one."""
+    found: Tensor = operator([value])[0] if operator is _aten._foreach_norm.Scalar else operator(value)
+    return found
+
+
+def _is_factor(given: Any, of: Tensor) -> bool:
+    """Whether it is one number in the gradient's dtype, on its device, as clipping makes it."""
+    if not isinstance(given, Tensor) or isinstance(given, SummedGradient):
+        return False
+    return given.ndim == 0 and (given.dtype, given.device) == (of.dtype, of.device)
 
 
 def summed(gradient: Tensor | None) -> Sum | None:

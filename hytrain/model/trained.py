@@ -108,6 +108,11 @@ class TrainedParameter:
         return bool(self.places) and all([layer.life.placement.updates == "cpu" for layer, _ in self.places])
 
     @property
+    def is_partly_updated_on_host(self) -> bool:
+        """Whether the CPU updates some of it."""
+        return any([layer.life.placement.updates == "cpu" for layer, _ in self.places])
+
+    @property
     def is_gone(self) -> bool:
         return self._parameter() is None
 

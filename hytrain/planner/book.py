@@ -181,9 +181,10 @@ class MeasurementBook:
         *,
         rates: Rates | None = None,
         awaits_verdict: bool = False,
+        in_step: bool = False,
         ranks: int = 1,
     ) -> None:
-        self._awaits_verdict, self._ranks = awaits_verdict, ranks
+        self._awaits_verdict, self._in_step, self._ranks = awaits_verdict, in_step, ranks
         self._layers: Sequence[LayerFacts] = tuple(layers)
         self._facts = {layer.lid: asdict(layer) for layer in self._layers}
         self._position_of = {layer.lid: layer.position for layer in self._layers}
@@ -205,6 +206,11 @@ class MeasurementBook:
     @property
     def rates(self) -> Rates:
         return self._rates
+
+    def begin_updates(self, *, in_step: bool, layers: Iterable[LayerFacts]) -> None:
+        """Updates begin in `step()` from now on, or in backward, and the same layers take other memory for that."""
+        self._in_step, self._layers = in_step, tuple(layers)
+        self._facts = {layer.lid: asdict(layer) for layer in self._layers}
 
     def calibrate(self, **rates_s: float | None) -> None:
         """Replace assumed `Rates` by measured ones. None changes nothing. ValueError unless finite and above 0."""
@@ -370,6 +376,7 @@ class MeasurementBook:
             other_s=max(0.0, (self._busy_s.value or 0.0) - work_s) + self._exposed,
             middle_s=self._middle_s.value or 0.0,
             awaits_verdict=self._awaits_verdict,
+            in_step=self._in_step,
             drag=self._drag,
             cpu_slack=_slack(paces, self._ranks),
             cpu_loss=self._cpu_loss,

@@ -82,7 +82,8 @@ class Profile:
     host memory, in the layers of `Order.offloaded`. They come through `window_bytes` of GPU memory. Forward copies
     `activation_bytes` to host memory, and backward brings them back.
 
-    If `awaits_verdict`, all updates wait for the end of backward. If the CPU `speculates`, its updates do not wait,
+    If steps await a verdict, or begin their updates `in_step`, all updates wait for the end of backward. If the CPU
+    `speculates`, its updates do not wait,
     only their weights do; in the share `clipped` of the steps they wait nevertheless.
     """
 
@@ -90,6 +91,7 @@ class Profile:
     other_s: float = 0.0
     middle_s: float = 0.0
     awaits_verdict: bool = False
+    in_step: bool = False
     speculates: bool = False
     clipped: float = 0.0
     drag: float = 0.0
@@ -120,6 +122,11 @@ class Profile:
     @property
     def lids(self) -> frozenset[int]:
         return self.order.lids
+
+    @property
+    def waits(self) -> bool:
+        """Whether updates wait for the end of backward."""
+        return self.awaits_verdict or self.in_step
 
     def require(self, lids: frozenset[int]) -> None:
         """ValueError if one of these layers is not in the profile."""
@@ -218,7 +225,7 @@ class Profile:
         share = max(self.visit, self.must_visit)
         if not share:
             return 0
-        if not self.awaits_verdict:
+        if not self.waits:
             return self.for_visits_bytes
         held = [layer.held_bytes for layer in self.layers]
         of_one = max(layer.held_bytes / max(1, layer.numel) for layer in self.layers)  # parameter

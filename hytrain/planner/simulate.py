@@ -127,12 +127,12 @@ def _play(
 ) -> Timeline:
     """Forward and backward take `longer` than alone, by this factor."""
     events: list[Event] = []
-    widens = not profile.awaits_verdict and not places.visiting.isdisjoint(places.offloaded)
+    widens = not profile.waits and not places.visiting.isdisjoint(places.offloaded)
     window = _Window(profile, events, visits=widens)
     held_bytes = None if profile.hold_bytes is None else profile.hold_bytes - window.for_visits_bytes
     visits = _Visits(crowding.visits, held_bytes)
     landed, over_s, now = _backward(profile, places, longer, window, visits, events)
-    if profile.awaits_verdict and not profile.speculates:
+    if profile.waits and not profile.speculates:
         landed = [(layer, max(end_s, over_s)) for layer, end_s in landed]
     updated = _cpu(landed, tile_numel, crowding.cpu, events)
     if profile.speculates:  # layers updated before the verdict are sent after it, in forward order
@@ -224,7 +224,7 @@ def _backward(
 ) -> tuple[list[tuple[LayerProfile, float]], float, float]:
     """When each gradient has arrived, when backward is over, and when the GPU is done.
 
-    If updates await a verdict, the GPU's start when backward is over, in no particular order. Visits start then in
+    If updates wait for that, the GPU's start when backward is over, in no particular order. Visits start then in
     forward order, if they do or if they are put off.
     """
     now = 0.0
@@ -232,7 +232,7 @@ def _backward(
     held: list[LayerProfile] = []
 
     later = frozenset[int]()
-    if not profile.awaits_verdict:
+    if not profile.waits:
         later = _later(profile, places, longer, visits)
 
     def update(layer: LayerProfile) -> None:
@@ -249,14 +249,14 @@ def _backward(
         left_s = now
         if layer.lid in places.visiting:
             weights_bytes = window.block_bytes[layer.block] if layer.lid in places.offloaded else 0
-            if profile.awaits_verdict or (layer.lid in later and visits.puts_off(layer, weights_bytes)):
+            if profile.waits or (layer.lid in later and visits.puts_off(layer, weights_bytes)):
                 held.append(layer)
             else:
                 left_s = visits.add(layer, now)
                 now = visits.make_room(now)
         elif layer.lid in places.cpu:
             leaving.append((layer, layer.d2h_s, now))
-        elif profile.awaits_verdict:
+        elif profile.waits:
             held.append(layer)
         else:
             update(layer)

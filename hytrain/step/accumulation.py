@@ -18,6 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,24 +27,29 @@ from hytrain.errors import UsageError
 from hytrain.memory.capacity import Room
 from hytrain.memory.transfer import Transfers
 from hytrain.model.consumed import CONSUMED
-from hytrain.model.summed import SummedGradient, summed
-from hytrain.model.trained import TrainedParameter
+from hytrain.model.summed import SummedGradient, norm_of, summed
+from hytrain.model.trained import TrainedParameter, with_gradients
 from hytrain.options import Options
 from hytrain.step.autograd import in_backward
 from hytrain.step.sums import DeviceSums, HostSums, PlaneSums, Sums
-from hytrain.step.timing import Timing
+from hytrain.step.timing import NORMS, Timing
 from hytrain.tensors import distributed, flat, laid_out, shaped, version
 
 _log = logging.getLogger(__name__)
 
 
 class _Sum:
-    """One parameter's sum, in `sums` until it is taken from there. If its values are kept then, `own` has them."""
+    """One parameter's sum, in `sums` until it is taken from there. If its values are kept then, `own` has them.
 
-    def __init__(self, parameter: TrainedParameter, sums: Sums, dtype: torch.dtype, timing: Timing) -> None:
-        self._parameter, self.sums, self._dtype, self._timing = parameter, sums, dtype, timing
+    Whoever takes it there multiplies it by `factor`, if there is one.
+    """
+
+    def __init__(self, parameter: TrainedParameter, sums: Sums, first: Tensor, timing: Timing) -> None:
+        self._parameter, self.sums, self._dtype, self._timing = parameter, sums, first.dtype, timing
         self.own: Tensor | None = None
+        self.factor: Tensor | None = None
         self._fresh: Tensor | None = None  # autograd has just added to it
+        self._passes(first)
         self._await_update: Callable[[TrainedParameter], None] = lambda parameter: None
 
     def add(self, gradient: Tensor) -> None:
@@ -63,14 +69,47 @@ class _Sum:
         fresh, self._fresh = self._fresh, None
         if fresh is not None:
             self.sums.put(self._parameter, fresh)
+            self._passes(fresh)
+
+    def _passes(self, total: Tensor) -> None:
+        """The device has all of the sum now: note its norm, if the loop has asked for norms before."""
+        operator = self._timing.norms
+        found = None if operator is None else norm_of(operator, self._as_gradient(total))
+        self._norm = operator, found
+
+    def norm(self, operator: Any) -> Tensor:
+        self._timing.saw(NORMS)
+        known, found = self._norm
+        if found is not None and known is operator and self.own is None and self.factor is None:
+            return found
+        self._timing.norms = operator
+        return norm_of(operator, self._value())
+
+    def multiply(self, factor: Tensor) -> None:
+        self._timing.saw("scales gradients")
+        if self.own is not None:
+            self.settle().mul_(factor)
+        elif self.factor is not None or self.sums.on_device or self._dtype != factor.dtype:
+            self.write(self._value().mul_(factor))
+        else:
+            self.factor = self._timing.same(factor)
+
+    def multiply_now(self) -> None:
+        if self.factor is not None:
+            total = self.take()
+            self.sums.put(self._parameter, total)
 
     def value(self) -> Tensor:
         self._timing.saw("uses gradients")
+        return self._value()
+
+    def _value(self) -> Tensor:
         return self._as_gradient(self.peek()) if self.own is None else self.own
 
     def write(self, value: Tensor) -> None:
         if self.own is None:
-            self._fresh = None
+            self._fresh = self.factor = None
+            self._norm = None, None
             self.sums.discard(self._parameter)
             self.sums.put(self._parameter, flat(value).to(self._dtype))
 
@@ -87,7 +126,9 @@ class _Sum:
 
     def take(self) -> Tensor:
         """The sum, shape (numel,), in storage order. Raises `UsageError` if an update has consumed it."""
-        return self._found(self.sums.take)
+        total = self._found(self.sums.take)
+        self.factor, self._norm = None, (None, None)
+        return total
 
     def peek(self) -> Tensor:
         """The same, but it stays."""
@@ -102,7 +143,7 @@ class _Sum:
         fresh, self._fresh = self._fresh, None
         total = get(self._parameter) if fresh is None else fresh
         assert total is not None, "nobody else has taken it"
-        return total
+        return total if self.factor is None else total * self.factor
 
     def _as_gradient(self, total: Tensor) -> Tensor:
         return shaped(total.to(self._parameter.own.dtype), self._parameter.own)
@@ -202,7 +243,7 @@ class Accumulation:
         first = gradient if self.timing.may_be_last else gradient.to(torch.float32, copy=True)
         sums = self._sums_for(parameter, first)
         sums.put(parameter, first)
-        total = _Sum(parameter, sums, first.dtype, self.timing)
+        total = _Sum(parameter, sums, first, self.timing)
         parameter.sum = weakref.ref(total)
         parameter.parameter.grad = distributed(SummedGradient(total, parameter.own), parameter.parameter)
 
@@ -228,6 +269,20 @@ class Accumulation:
         """Whether `p.grad` is a sum that is in the planes from which the parameter's update reads it."""
         total = self._sum_of(parameter)
         return total is not None and total.sums is self._planes and self._planes.is_in_place(parameter)
+
+    def factor(self, parameters: Iterable[TrainedParameter]) -> Tensor | None:
+        """By which the CPU multiplies all gradients of this step, if the loop has multiplied them all by one number.
+
+        If it has not, those that it has multiplied are multiplied here.
+        """
+        given = [known for known in with_gradients(parameters) if known.is_partly_updated_on_host]
+        totals = [total for known in given if self.is_in_place(known) and (total := self._sum_of(known)) is not None]
+        factors = {id(total.factor): total.factor for total in totals}
+        if len(totals) == len(given) and len(factors) == 1:
+            return totals[0].factor
+        for total in totals:
+            total.multiply_now()
+        return None
 
     def leave_planes(self, parameters: Iterable[TrainedParameter]) -> None:
         """Layers are about to leave the CPU: bring what is left in planes to where other sums are."""

@@ -127,9 +127,12 @@ class CheckedTrip(RoundTrip):
             return
         arrays, returned = self._arrays(layer), layer.returned
         gradients = {index: gradient.to("cpu", copy=True) for index, gradient in layer.filled.items()}
+        if self._verdicts.factor is not None and layer.life.placement.updates == "cpu":
+            factor = self._verdicts.factor.cpu()
+            gradients = {index: gradient.mul_(factor) for index, gradient in gradients.items()}
         super().send(layer, stream)
         self._copies.append(_Copies(layer, arrays, gradients, layer.sent, returned))
-        if sum(copies.nbytes for copies in self._copies) > HELD_BYTES and not self._verdicts.awaited:
+        if sum(copies.nbytes for copies in self._copies) > HELD_BYTES and not self._verdicts.comes:
             self._compare([copies for copies in self._copies if copies.ends_by_itself])
 
     def end_step(self) -> None:

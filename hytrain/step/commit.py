@@ -84,6 +84,7 @@ class Commit:
         if self._groups_seen and _were_set(self._groups_seen, self._device.groups):
             self._accumulation.timing.saw("sets hyperparameters")
         self._groups_seen = ()
+        self._verdicts.factor = self._accumulation.factor(self._parameters)
         self._device.begin_step()
         if self._overlap:
             self._tell_step()
@@ -92,7 +93,7 @@ class Commit:
         begin = StepBegin(
             step=self._health.life.step,
             groups=self._device.groups,
-            awaits_verdict=self._verdicts.awaited,
+            awaits_verdict=self._verdicts.comes,
             float_mode=0 if self._host is None else self._host.float_mode,
         )
         self._link.post("optimizer", begin)
@@ -146,6 +147,9 @@ class Commit:
             judgement = self._verdicts.judge(self._health.life.step)
             for role in ("optimizer", "coordinator"):
                 self._link.post(role, judgement, after=judgement.arrival)
+        elif self._verdicts.comes:
+            judgement = self._verdicts.by_loop(self._health.life.step)
+            self._link.post("optimizer", judgement, after=judgement.arrival)
         self._device.update_held()
 
     def norm(self) -> Tensor | None:

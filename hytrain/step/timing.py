@@ -10,12 +10,18 @@ Two, because a loop with several optimizers may drop in one step what another's 
 from __future__ import annotations
 
 import logging
-from typing import Final
+from typing import Any, Final
+
+from torch import Tensor
 
 from hytrain.step.life import Event
+from hytrain.tensors import version
 
 #: What a loop does between a backward and `step()`, by the event.
 SEEN: Final = {Event.OUTSIDE: "uses weights", Event.LOAD: "saves or loads", Event.DROP: "drops gradients"}
+
+#: What it does that needs no more of gradients than one number each.
+NORMS: Final = "takes norms of gradients"
 
 #: The steps in which "auto" learns.
 LEARNED_IN: Final = 2
@@ -27,19 +33,31 @@ class Timing:
     """`updates` is the option: "backward", "step", or "auto", which learns it.
 
     `may_be_last`: no more backwards were announced than the last one, whose updates may begin in it. What a loop does
-    before others is no habit.
+    before others is no habit. `norms`: the operator with which it takes norms of gradients, once it has.
     """
 
     def __init__(self, updates: str) -> None:
         self.may_be_last = False
         self.in_step = updates != "backward"
         self.learns = updates == "auto"
+        self.norms: Any = None
         self._seen = ""
+        self._factor: tuple[Tensor, int, Tensor] | None = None  # with its version, and a copy
+
+    def same(self, factor: Tensor) -> Tensor:
+        """A copy of the loop's factor: the same one until the loop writes it, which it may do after using it."""
+        if self._factor is not None:  # which is kept, so that no other one has its address
+            known, seen, copy = self._factor
+            if (known.data_ptr(), seen, copy.dtype) == (factor.data_ptr(), version(factor), factor.dtype):
+                return copy
+        copy = factor.clone()
+        self._factor = factor, version(factor), copy
+        return copy
 
     def saw(self, what: str) -> None:
         """The loop has done something between a backward and `step()`, or after that with gradients."""
         if self.learns and self.may_be_last:
-            self._seen = self._seen or what
+            self._seen = what if self._seen in ("", NORMS) else self._seen
 
     def begin_step(self, step: int) -> bool:
         """The first backward of `step`, counted from 0, begins. Returns whether it has been learned just now."""

@@ -49,19 +49,23 @@ MARGIN: Final = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Judgement(Draft):
-    """The decision about a step, on its way to the host. Read it once `arrival` has finished."""
+    """The decision about a step, on its way to the host. Read it once `arrival` has finished.
+
+    `is_loops`: the loop itself has multiplied the gradients.
+    """
 
     step: int
     arrival: Transfer
     _on_host: Tensor
+    is_loops: bool = False
 
     @property
     def scale(self) -> float:
         return float(self._on_host[0])
 
     def verdict(self) -> Verdict:
-        skipped = self.scale == SKIPPED
-        return Verdict(step=self.step, scale=1.0 if skipped else self.scale, skipped=skipped)
+        skipped = self.scale == SKIPPED and not self.is_loops
+        return Verdict(step=self.step, scale=1.0 if skipped else self.scale, skipped=skipped, rounds=self.is_loops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class Verdicts:
 
     If `takes_norms` is set, `add` must see the gradients of each layer. If `awaited` is set, steps await a verdict.
     `grad_norm` is the last step's norm, `scale` the factor of its gradients: float32, shape (), on the device.
+    `factor`: by which the loop has multiplied all gradients of this step that the CPU reads, in their dtype.
     `skipped` counts skipped steps. `loss_scale` is None if losses are not scaled. `hints` turns on `norm_so_far`.
     `counted` are the ids of the parameters that this rank counts in the norm.
     """
@@ -112,6 +117,7 @@ class Verdicts:
         self._last: Judgement | None = None
         self.grad_norm: Tensor | None = None
         self.scale: Tensor | None = None
+        self.factor: Tensor | None = None
         self.skipped = 0
 
     def add(self, layer: TrainedLayer) -> None:
@@ -162,6 +168,18 @@ class Verdicts:
         on_host = _number_on_host(scale.is_cuda)
         self._last = Judgement(step, self._transfers.state_out([(on_host, scale.view(1))]), on_host)
         return self._last
+
+    @property
+    def comes(self) -> bool:
+        """Whether the optimizer is sent a verdict on this step: on its norm, or the loop's own."""
+        return self.awaited or self.factor is not None
+
+    def by_loop(self, step: int) -> Judgement:
+        """The loop has multiplied all gradients of `step` by its own factor, which was kept for the optimizer."""
+        assert self.factor is not None, "there is one"
+        on_host = _number_on_host(self.factor.is_cuda)
+        arrival = self._transfers.state_out([(on_host, self.factor.float().view(1))])
+        return Judgement(step, arrival, on_host, is_loops=True)
 
     def take_part(self, step: int) -> None:
         """This rank had no gradient in a step, but others may have: come to their verdict with a part of zero."""

@@ -68,7 +68,7 @@ def plain(model: nn.Module, opt: Any, number: int) -> object:
     return loss
 
 
-@loop("uses gradients")
+@loop("scales gradients")
 def clips(model: nn.Module, opt: Any, number: int) -> object:
     backward(model, number)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
@@ -77,13 +77,56 @@ def clips(model: nn.Module, opt: Any, number: int) -> object:
     return norm
 
 
-@loop("uses gradients")
+@loop("takes norms of gradients")
 def logs_norms(model: nn.Module, opt: Any, number: int) -> object:
     backward(model, number)
     norms = [gradient.norm().item() for gradient in gradients(model)]
     opt.step()
     opt.zero_grad()
     return norms
+
+
+@loop("scales gradients")
+def clips_by_hand(model: nn.Module, opt: Any, number: int) -> object:
+    """And writes the factor after using it."""
+    backward(model, number)
+    given = gradients(model)
+    norm = torch.stack([gradient.norm() for gradient in given]).norm()
+    factor = (0.1 / norm).clamp(max=1.0)
+    for gradient in given:
+        gradient.mul_(factor)
+    factor.fill_(7.0)
+    opt.step()
+    found = [gradient.sum().item() for gradient in given]
+    opt.zero_grad()
+    return found
+
+
+@loop("scales gradients")
+def scales_some(model: nn.Module, opt: Any, number: int) -> object:
+    """Each by another number, one of them twice, one not at all; and one step adds to what was scaled."""
+    backward(model, number)
+    given = gradients(model)
+    for index, gradient in enumerate(given[1:]):
+        gradient.mul_(torch.tensor(0.1 * (index + 1), dtype=gradient.dtype))
+    given[1].mul_(torch.tensor(-3.0, dtype=given[1].dtype))
+    if number == 3:
+        backward(model, number + 1)
+    opt.step()
+    opt.zero_grad()
+    return number
+
+
+@loop("scales gradients")
+def clips_parts(model: nn.Module, opt: Any, number: int) -> object:
+    """And keeps gradients of a step, which the next one adds to."""
+    backward(model, number)
+    for part in model.children():
+        nn.utils.clip_grad_norm_(part.parameters(), 0.05)
+    opt.step()
+    if number % 2:
+        opt.zero_grad()
+    return number
 
 
 @loop("uses gradients")
@@ -271,12 +314,20 @@ def test_gradients_leave_once_and_come_only_if_they_are_read(k: float, monkeypat
         backward(model, 1)
         total()
         norms = [gradient.norm() for gradient in gradients(model)]
-        assert len(norms) > 4 and total() == {"gradients_out": 0, "sums_in": nbytes * (k == 0)}
+        assert len(norms) > 4 and total() == {"gradients_out": 0, "sums_in": nbytes * (k == 0)}, "asked the first time"
         gradients(model)[0].mul_(0.5)
         written = model[0][0].weight.nbytes * (k == 0)
         assert total() == {"gradients_out": written, "sums_in": written}
         opt.step()
         assert total() == {"gradients_out": 0, "sums_in": 0}
+        for number in range(2, 5):
+            opt.zero_grad()
+            backward(model, number)
+            total()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            opt.step()
+            asked = nbytes * (k == 0 and number == 2)  # by another operator than before
+            assert total() == {"gradients_out": 0, "sums_in": asked}
 
 
 def test_gradients_that_stay_over_steps_stay_when_their_layers_move() -> None:

@@ -266,7 +266,8 @@ class Session:
         planes = self._arenas.segments[tile.lid][tile.segment]
         began_s = time.monotonic()
         self._backend.float_mode = tile.float_mode
-        numbers = scalars(tile.hyper, tile.count, tile.scale)
+        scale = {"by" if tile.rounds else "scale": tile.scale}
+        numbers = scalars(tile.hyper, tile.count, **scale)
         planes.update(self._backend, tile.start, tile.stop, numbers, source=tile.source, target=tile.target)
         if tile.begins:
             self._progress.undone(tile.lid)

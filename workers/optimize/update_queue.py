@@ -37,8 +37,8 @@ class Tile:
     """A range of one segment to update: elements [start, stop) of segment `segment` of layer `lid`.
 
     `count` is the segment's step count, `hyper` its group's hyperparameters in this step, and `scale` the factor for
-    the gradient. The update reads bank `source` and writes bank `target`. `begins`: this is the update's first tile.
-    `float_mode`: that of its step.
+    the gradient, which is rounded to its own dtype if it `rounds`. The update reads bank `source` and writes bank
+    `target`. `begins`: this is the update's first tile. `float_mode`: that of its step.
     """
 
     lid: int
@@ -53,6 +53,7 @@ class Tile:
     target: int
     begins: bool
     float_mode: int = 0
+    rounds: bool = False
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class _Work:
     groups: tuple[Hyper, ...]
     float_mode: int
     scale: float = 1.0
+    rounds: bool = False
     ahead: bool = False
     segment: int = 0
     start: int = 0
@@ -182,7 +184,7 @@ class UpdateQueue:
         work = self._work[lid]
         if work.ahead and (verdict.skipped or verdict.scale != 1.0):
             work.begin_anew()
-        work.scale = verdict.scale
+        work.scale, work.rounds = verdict.scale, verdict.rounds
         return self._finish(lid, skipped=verdict.skipped) if verdict.skipped or work.is_complete else None
 
     def _finish(self, lid: int, *, skipped: bool = False) -> WeightsReady:
@@ -259,6 +261,7 @@ class UpdateQueue:
             target=1 - bank if work.ahead else bank,
             begins=work.start == 0 and not any(work.ready.counts[: work.segment]),
             float_mode=work.float_mode,
+            rounds=work.rounds,
         )
 
     def tile_done(self, tile: Tile) -> WeightsReady | None:

@@ -10,7 +10,7 @@ from protocol.sizes import WEIGHTS, Sizes
 
 
 def sizes_of(table: m.LayerTable) -> Sizes:
-    return Sizes(table.layers, banks=table.banks, awaits_verdict=table.awaits_verdict)
+    return Sizes(table.layers, banks=table.banks, waits=table.awaits_verdict or table.in_step)
 
 
 def facts(layer: m.Layer, table: m.LayerTable, sizes: Sizes) -> LayerFacts:

@@ -23,7 +23,7 @@ WEIGHT: Final = 0.1
 
 def ahead(profile: Profile, clipped: float) -> Profile:
     """The profile with a CPU that does not wait for verdicts. The share `clipped` of its steps is undone."""
-    return replace(profile, speculates=profile.awaits_verdict, clipped=clipped)
+    return replace(profile, speculates=profile.awaits_verdict and not profile.in_step, clipped=clipped)
 
 
 def gain(profile: Profile, gpu_lids: frozenset[int], clipped: float) -> float:

@@ -55,13 +55,12 @@ class Planning:
         self._trainer, self._optimizer = Address("trainer", rank), Address("optimizer", rank)
         self._replan_every = replan_every
         self.positions = [layer.position for layer in table.layers]
-        sizes = sizes_of(table)
-        self._facts = [facts(layer, table, sizes) for layer in table.layers]
         self._offloadable = frozenset(lid for block in table.blocks for lid in block)
         rates = CPU_RATES if table.device == "cpu" else None
-        self._book = planner.MeasurementBook(
-            self._facts, rates=rates, awaits_verdict=table.awaits_verdict, ranks=table.world
-        )
+        sizes = sizes_of(table)
+        self._facts = [facts(layer, table, sizes) for layer in table.layers]
+        told = {"awaits_verdict": table.awaits_verdict, "in_step": table.in_step}
+        self._book = planner.MeasurementBook(self._facts, rates=rates, ranks=table.world, **told)
         self._measured = Measured(self._book)
         self._ledger = PlanLedger(Places((CPU.name,) * len(table.layers)))
         self._plane_bytes = PlaneBytes(table, sizes)
@@ -156,6 +155,8 @@ class Planning:
         """
         if len(report.places) != len(self._facts) or not self._offloadable.issuperset(report.places.offloaded):
             raise ValueError(f"a report on {len(report.places)} layers, where there are {len(self._facts)}")
+        if report.in_step is not self.table.in_step:
+            self._begin_updates(in_step=report.in_step)
         self._step, self._offloaded = report.step, report.places.offloaded
         if (usual := self._measured.on_trainer(report, is_late=is_late)) is not None:
             self._note_residual(usual)
@@ -163,6 +164,16 @@ class Planning:
         is_moving = report.moving or self._ledger.busy
         self._room.heed(report, is_warm=self._measured.is_warm(report.step), is_moving=is_moving)
         return [] if is_late else self._replan()
+
+    def _begin_updates(self, *, in_step: bool) -> None:
+        """They begin in `step()` from now on, or in backward: plan for that."""
+        self.table = replace(self.table, in_step=in_step)
+        sizes = self._room.sizes = sizes_of(self.table)
+        self._facts = [facts(layer, self.table, sizes) for layer in self.table.layers]
+        self._plane_bytes = PlaneBytes(self.table, sizes)
+        self._book.begin_updates(in_step=in_step, layers=self._facts)
+        self._tried.forget()
+        self._planned_at = None
 
     def _note_residual(self, step: Step) -> None:
         """How long the step took, relative to what is simulated for it, if that is for what is in effect now.

@@ -34,7 +34,7 @@ class Room:
     """The memory of one trainer's placements. `limits`: for state, and on the GPU for weights that can be offloaded."""
 
     def __init__(self, table: m.LayerTable, sizes: Sizes) -> None:
-        self._table, self._sizes = table, sizes
+        self._table, self.sizes = table, sizes
         self._offloadable = frozenset(lid for block in table.blocks for lid in block)
         self.limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
         self._process_bytes = 0 if table.device == "cpu" else PROCESS_BYTES
@@ -57,10 +57,10 @@ class Room:
         """What visits may take besides what steps were seen to need.
 
         That is the ring of slots, until it was made; and gradients and offloaded weights, of which more may wait than
-        did then. What awaits a verdict is counted layer by layer.
+        did then. What waits for the end of backward is counted layer by layer.
         """
         ring_bytes = 0 if self._has_ring else self._table.ring_bytes
-        hold_bytes = 0 if self._table.awaits_verdict else self._table.hold_bytes
+        hold_bytes = 0 if self.sizes.waits else self._table.hold_bytes
         return ring_bytes + max(0, hold_bytes - self._waited_bytes)
 
     # ------------------------------------------------------------ measurements
@@ -130,11 +130,11 @@ class Room:
 
     def _placed_in(self, lid: int, placement: Placement) -> Mapping[str, int]:
         """Weights that cannot be offloaded are part of what steps need."""
-        planes = self._sizes.gpu(lid, placement)
+        planes = self.sizes.gpu(lid, placement)
         return planes if lid in self._offloadable else {**planes, WEIGHTS: 0}
 
     def _host_bytes(self, *places: Places) -> int:
-        return self._most(self._sizes.host, places)
+        return self._most(self.sizes.host, places)
 
     def _most(self, planes_of: Callable[[int, Placement], Mapping[str, int]], places: Sequence[Places]) -> int:
         """Each layer's planes in whichever of its placements they are there."""
