@@ -78,14 +78,17 @@ class SummedGradient(Tensor):
         kwargs = kwargs or {}
         if func is _aten.detach.default:
             return args[0]
+        if func in _NORMS and not kwargs and args[1:] in ((), (2.0,)):
+            norms = [
+                norm_of(func, one) if (total := summed(one)) is None else total.norm(func) for one in _all(args[0])
+            ]
+            return norms if func is _aten._foreach_norm.Scalar else norms[0]
+        if func in _PRODUCTS and _is_factor(args[1], _all(args[0])):
+            for one in _all(args[0]):
+                (one.mul_ if (total := summed(one)) is None else total.multiply)(args[1])
+            return args[0] if func is _aten.mul_.Tensor else None
         if "_foreach_" in func.__name__ and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
-        if func in _NORMS and not kwargs and args[1:] in ((), (2.0,)) and (only := _only(args[0])) is not None:
-            norm = only._total.norm(func)
-            return [norm] if func is _aten._foreach_norm.Scalar else norm
-        if func in _PRODUCTS and (only := _only(args[0])) is not None and _is_factor(args[1], only):
-            only._total.multiply(args[1])
-            return args[0] if func is _aten.mul_.Tensor else None
         if func is _aten.add_.Tensor and isinstance(args[0], cls) and not kwargs and _is_gradient(args[1], args[0]):
             args[0]._total.add(args[1])
             return args[0]
@@ -145,10 +148,8 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
     return None if made[0] is None else [one for each in made for one in each]
 
 
-def _only(given: Any) -> SummedGradient | None:
-    """The tensor, or the only one of a list, if it is the gradient of a sum."""
-    one = given[0] if isinstance(given, list | tuple) else given
-    return one if isinstance(one, SummedGradient) else None
+def _all(given: Tensor | list[Tensor]) -> list[Tensor]:
+    return [given] if isinstance(given, Tensor) else given
 
 
 def norm_of(operator: Any, value: Tensor) -> Tensor:
@@ -157,11 +158,11 @@ def norm_of(operator: Any, value: Tensor) -> Tensor:
     return found
 
 
-def _is_factor(given: Any, of: Tensor) -> bool:
-    """Whether it is one number in the gradient's dtype, on its device, as clipping makes it."""
-    if not isinstance(given, Tensor) or isinstance(given, SummedGradient):
+def _is_factor(given: Any, of: list[Tensor]) -> bool:
+    """Whether it is one number in the gradients' dtype, on their device, as clipping makes it."""
+    if not isinstance(given, Tensor) or isinstance(given, SummedGradient) or given.ndim:
         return False
-    return given.ndim == 0 and (given.dtype, given.device) == (of.dtype, of.device)
+    return all((each.dtype, each.device) == (given.dtype, given.device) for each in of)
 
 
 def summed(gradient: Tensor | None) -> Sum | None:

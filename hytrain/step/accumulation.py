@@ -68,7 +68,7 @@ class _Sum:
         """After a backward's addition: the backward is not the step's last one, which would take the sum at once."""
         fresh, self._fresh = self._fresh, None
         if fresh is not None:
-            self.sums.put(self._parameter, fresh)
+            self.put(fresh)
             self._passes(fresh)
 
     def _passes(self, total: Tensor) -> None:
@@ -89,15 +89,10 @@ class _Sum:
         self._timing.saw("scales gradients")
         if self.own is not None:
             self.settle().mul_(factor)
-        elif self.factor is not None or self.sums.on_device or self._dtype != factor.dtype:
+        elif self.factor is not None or self._dtype != factor.dtype:
             self.write(self._value().mul_(factor))
         else:
             self.factor = self._timing.same(factor)
-
-    def multiply_now(self) -> None:
-        if self.factor is not None:
-            total = self.take()
-            self.sums.put(self._parameter, total)
 
     def value(self) -> Tensor:
         self._timing.saw("uses gradients")
@@ -111,7 +106,15 @@ class _Sum:
             self._fresh = self.factor = None
             self._norm = None, None
             self.sums.discard(self._parameter)
-            self.sums.put(self._parameter, flat(value).to(self._dtype))
+            self.put(flat(value).to(self._dtype))
+
+    def put(self, total: Tensor) -> None:
+        self.sums.put(self._parameter, total)
+
+    def unscaled(self) -> Tensor:
+        total = self.sums.peek(self._parameter)
+        assert total is not None, "nobody else has taken it"
+        return total
 
     def settle(self) -> Tensor:
         self._timing.saw("uses gradients")
@@ -147,6 +150,23 @@ class _Sum:
 
     def _as_gradient(self, total: Tensor) -> Tensor:
         return shaped(total.to(self._parameter.own.dtype), self._parameter.own)
+
+
+def _multiply(scaled: Iterable[_Sum]) -> None:
+    """Multiply them now, those on the device together, as torch does."""
+    of = dict[int, list[_Sum]]()
+    for total in scaled:
+        of.setdefault(id(total.factor), []).append(total)
+    for totals in of.values():
+        factor, there = totals[0].factor, [total for total in totals if total.sums.on_device]
+        assert factor is not None, "they are scaled"
+        if there:
+            torch._foreach_mul_([total.unscaled() for total in there], factor)
+        for total in totals:
+            if total.sums.on_device:
+                total.factor = None
+            else:
+                total.put(total.take())
 
 
 class Accumulation:
@@ -275,14 +295,17 @@ class Accumulation:
 
         If it has not, those that it has multiplied are multiplied here.
         """
-        given = [known for known in with_gradients(parameters) if known.is_partly_updated_on_host]
-        totals = [total for known in given if self.is_in_place(known) and (total := self._sum_of(known)) is not None]
-        factors = {id(total.factor): total.factor for total in totals}
-        if len(totals) == len(given) and len(factors) == 1:
-            return totals[0].factor
-        for total in totals:
-            total.multiply_now()
-        return None
+        if not self.timing.in_step:
+            return None
+        given = with_gradients(parameters)
+        totals = {known: total for known in given if (total := self._sum_of(known)) is not None}
+        scaled = {known: total for known, total in totals.items() if total.factor is not None}
+        of_cpu = {known for known in given if known.is_partly_updated_on_host}
+        waits = of_cpu <= scaled.keys() and all(map(self.is_in_place, of_cpu))
+        factors = {id(scaled[known].factor): scaled[known].factor for known in of_cpu} if waits else {}
+        shared = next(iter(factors.values())) if len(factors) == 1 else None
+        _multiply([total for known, total in scaled.items() if shared is None or known not in of_cpu])
+        return shared
 
     def leave_planes(self, parameters: Iterable[TrainedParameter]) -> None:
         """Layers are about to leave the CPU: bring what is left in planes to where other sums are."""
