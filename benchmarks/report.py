@@ -383,22 +383,24 @@ def clipping(rows: Rows) -> str:
 
 
 def updates(rows: Rows) -> str:
-    """When updates begin, relative to no offload at the same batch size."""
-    here = rows.of_part("updates")
+    """When updates begin, relative to no offload at the same batch size on the same host."""
+    here = rows.where(part="updates")
 
     def relative(name: str) -> Callable[[Rows], str]:
         def to_base(mine: Rows) -> str:
-            base = here.where(system="no-offload", batch=mine.last("batch"))
+            base = here.where(system="no-offload", batch=mine.last("batch"), host=mine.last("host"))
             return number(ratio(mine.median(name), base.median(name)), 3)
 
         return to_base
 
     to_base = (("of no offload's time", relative("step_s")), ("of its memory", relative("gpu_peak_gb")))
     return table(
-        here.by("batch", "label", "system"),
+        here.by("host", "commit", "batch", "label", "system"),
+        last("host", "host"),
+        last("commit", "commit"),
         col.BATCH,
         col.SYSTEM,
-        last("the global norm is", "label"),
+        last("loop", "label"),
         *col.PLAN,
         *to_base,
     )

@@ -701,6 +701,20 @@ def test_plans_follow_where_updates_begin(driver: Driver) -> None:
     assert len(driver.owned) > 1 and held_bytes()
 
 
+def test_nobody_is_ahead_of_step(driver: Driver) -> None:
+    """Where updates begin in `step()`, a CPU that may update ahead of the norm has no more time than another."""
+    predicted = []
+    for banks in (1, 2):
+        driver = Driver()
+        driver.start(policy="fixed", k=0.0, in_step=True, awaits_verdict=True, speculate=None if banks == 2 else False)
+        for step in range(20):
+            driver.handle(cpu_report(step, 0.4, ALL))
+            driver.handle(replace(long_step(step), in_step=True))
+        driver.handle(m.Log(step=20, numbers={}))
+        predicted.append(driver.records[-1]["predicted_step_s"])
+    assert predicted[0] and predicted[0] == predicted[1]
+
+
 @pytest.mark.parametrize(("speculate", "mode"), [(True, "speculate"), (False, "defer"), (None, None)])
 def test_a_mode_that_was_asked_for_is_kept(driver: Driver, speculate: bool | None, mode: str | None) -> None:
     driver.start(policy="random", awaits_verdict=mode is not None, speculate=speculate or False)

@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from hytrain.step.life import Event
-from hytrain.tensors import version
+from hytrain.tensors import same_address, version
 
 #: What a loop does between a backward and `step()`, by the event.
 SEEN: Final = {Event.OUTSIDE: "uses weights", Event.LOAD: "saves or loads", Event.DROP: "drops gradients"}
@@ -48,7 +48,7 @@ class Timing:
         """A copy of the loop's factor: the same one until the loop writes it, which it may do after using it."""
         if self._factor is not None:  # which is kept, so that no other one has its address
             known, seen, copy = self._factor
-            if (known.data_ptr(), seen, copy.dtype) == (factor.data_ptr(), version(factor), factor.dtype):
+            if same_address(known, factor) and (seen, copy.dtype) == (version(factor), factor.dtype):
                 return copy
         copy = factor.clone()
         self._factor = factor, version(factor), copy

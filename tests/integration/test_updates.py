@@ -32,6 +32,8 @@ import hytrain
 from hytrain.algorithms import ADAMW
 from hytrain.memory.transfer import HostTransfers
 from hytrain.options import Options
+from hytrain.run.link import Link
+from protocol.messages import TrainerReport
 
 STEPS = 5
 
@@ -127,6 +129,21 @@ def clips_parts(model: nn.Module, opt: Any, number: int) -> object:
     if number % 2:
         opt.zero_grad()
     return number
+
+
+@loop("uses weights")
+def norms_of_sums(model: nn.Module, opt: Any, number: int) -> object:
+    """After each of two backwards, and of what it has added besides."""
+    norms = []
+    for part in range(2):
+        backward(model, 2 * number + part)
+        norms.append([gradient.norm().item() for gradient in gradients(model)])
+    first = gradients(model)[0]
+    first.add_(torch.ones_like(first))
+    norms.append(first.norm().item())
+    opt.step()
+    opt.zero_grad()
+    return norms
 
 
 @loop("uses gradients")
@@ -328,6 +345,21 @@ def test_gradients_leave_once_and_come_only_if_they_are_read(k: float, monkeypat
             opt.step()
             asked = nbytes * (k == 0 and number == 2)  # by another operator than before
             assert total() == {"gradients_out": 0, "sums_in": asked}
+
+
+def test_it_is_planned_for_where_updates_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports, post = list[TrainerReport](), Link.post
+
+    def note(self: Link, role: str, message: Any, **options: Any) -> None:
+        if isinstance(message, TrainerReport):
+            reports.append(message)
+        post(self, role, message, **options)
+
+    monkeypatch.setattr(Link, "post", note)
+    with adamw(perceptron()) as opt:
+        table = opt._session._engine._boundary._timing.in_step
+        train(opt._model, opt, range(4), square_loss)
+    assert table and [report.in_step for report in reports] == [True, True, False, False]
 
 
 def test_gradients_that_stay_over_steps_stay_when_their_layers_move() -> None:

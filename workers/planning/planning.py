@@ -170,10 +170,9 @@ class Planning:
         self.table = replace(self.table, in_step=in_step)
         sizes = self._room.sizes = sizes_of(self.table)
         self._facts = [facts(layer, self.table, sizes) for layer in self.table.layers]
-        self._plane_bytes = PlaneBytes(self.table, sizes)
+        self._plane_bytes, self._planned_at = PlaneBytes(self.table, sizes), None
         self._book.begin_updates(in_step=in_step, layers=self._facts)
         self._tried.forget()
-        self._planned_at = None
 
     def _note_residual(self, step: Step) -> None:
         """How long the step took, relative to what is simulated for it, if that is for what is in effect now.
