@@ -652,7 +652,7 @@ def test_a_multiplied_gradient_is_torchs_product(name: str, pair: tuple[str, str
     """In the gradient's dtype, as the loop's own `mul_` leaves it; of special values, and where no strip is full."""
     update, generator = open_update(name), torch.Generator().manual_seed(8)
     hyper, by = dataclasses.replace(HYPER, maximize=maximize), float(torch.tensor(by))
-    grads = torch.cat([SPECIAL, some_grads(1000, generator)]).to(getattr(torch, pair[1]))
+    grads = torch.cat([SPECIAL, some_grads(1100, generator)]).to(getattr(torch, pair[1]))
     master = torch.randn(grads.numel(), generator=generator)
     multiplied, expected = (Planes.of(master, pair[0]) for _ in range(2))
     for step in (1, 2):

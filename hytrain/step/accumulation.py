@@ -130,7 +130,7 @@ class _Sum:
     def take(self) -> Tensor:
         """The sum, shape (numel,), in storage order. Raises `UsageError` if an update has consumed it."""
         total = self._found(self.sums.take)
-        self.factor, self._norm = None, (None, None)
+        self.factor = None
         return total
 
     def peek(self) -> Tensor:

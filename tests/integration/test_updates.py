@@ -141,6 +141,8 @@ def norms_of_sums(model: nn.Module, opt: Any, number: int) -> object:
     first = gradients(model)[0]
     first.add_(torch.ones_like(first))
     norms.append(first.norm().item())
+    first.mul_(2.0)
+    norms.append(first.norm().item())
     opt.step()
     opt.zero_grad()
     return norms
