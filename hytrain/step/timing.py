@@ -23,6 +23,13 @@ SEEN: Final = {Event.OUTSIDE: "uses weights", Event.LOAD: "saves or loads", Even
 #: What it does that needs no more of gradients than one number each.
 NORMS: Final = "takes norms of gradients"
 
+#: The options that make it unnecessary.
+CURES: Final = {
+    "scales gradients": "max_grad_norm in place of clip_grad_norm_",
+    "calls backward several times": "grad_accumulation, or opt.no_sync(),",
+    "has a GradScaler": 'loss_scale="dynamic" in place of it',
+}
+
 #: The steps in which "auto" learns.
 LEARNED_IN: Final = 2
 
@@ -65,7 +72,9 @@ class Timing:
             return False
         self.learns, self.in_step = False, bool(self._seen)
         if self._seen:
-            _log.info("this loop %s before step(): updates begin in step()", self._seen)
+            cure = CURES.get(self._seen)
+            hint = f"; {cure} lets them begin in backward, which takes less GPU memory" if cure else ""
+            _log.info("this loop %s before step(): updates begin in step()%s", self._seen, hint)
         else:
             _log.info("this loop does nothing between backward and step(): updates begin in backward")
         return True
