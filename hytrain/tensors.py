@@ -35,15 +35,13 @@ def untraced() -> Iterator[None]:
         yield
 
 
+#: Their module takes a second to import: without it, there are none.
+_OF_DTENSORS: Final = "torch.distributed.tensor"
+
+
 def is_distributed(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether it is a DTensor."""
-    return type(tensor) is not Tensor and isinstance(tensor, _dtensors())
-
-
-def _dtensors() -> Any:
-    """Their class. Its module takes a second to import: without it, there are none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return () if module is None else module.DTensor
+    return type(tensor) is not Tensor and isinstance(tensor, getattr(sys.modules.get(_OF_DTENSORS), "DTensor", ()))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -163,13 +161,13 @@ def saves_with_other_hooks() -> bool:
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
-    kind = _dtensors()
+    kind = getattr(sys.modules.get(_OF_DTENSORS), "DTensor", ())
     with torch._C.DisableTorchFunctionSubclass():
         return [(tensor._local_tensor if isinstance(tensor, kind) else tensor).data_ptr() for tensor in tensors]
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    kind = _dtensors()
+    kind = getattr(sys.modules.get(_OF_DTENSORS), "DTensor", ())
     with torch._C.DisableTorchFunctionSubclass():
         return [version(tensor) if isinstance(tensor, kind) else tensor._version for tensor in tensors]
 
