@@ -1,17 +1,19 @@
 """The placeholder in `p.grad` after HyTrain has consumed the gradient.
 
 It is a tensor of the parameter's shape without storage. Setting `p.grad` to None works as usual (`zero_grad()`).
-Anything that would read the gradient or add to it raises, and the message says what to do instead. So nothing trains
-silently on a gradient that is gone: `clip_grad_norm_`, a second backward, another optimizer or a gradient scaler.
+What reads the gradient gets it as long as it is still somewhere. Anything else raises, and the message says what to do
+instead. So nothing trains silently on a gradient that is gone: `clip_grad_norm_`, a second backward, another optimizer
+or a gradient scaler.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Self
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map
 
 from hytrain.errors import UsageError
 
@@ -36,7 +38,6 @@ _ADVICE: Final = {
     "which runs in backward",
     "read": 'pass updates="step" to hytrain.AdamW, or read gradients in a hook of your own (Tensor.register_hook) '
     "while backward runs",
-    "optimizer": "another optimizer was asked to update this parameter too: give each parameter to one optimizer",
 }
 
 #: The key of the advice for an operation, by a part of the operation's name.
@@ -44,9 +45,9 @@ _WORDS: Final = (
     ("scale", "_amp_"),
     ("clip", "norm"),
     ("clip", "clamp"),
+    ("clip", "mul"),
     ("divide", "div"),
     ("zero", "zero_"),
-    ("optimizer", "_fused_"),
     ("reduce", "reduce"),
 )
 
@@ -60,19 +61,24 @@ def _advice(operation: str, into_gradient: bool) -> str:
     for key, word in _WORDS:
         if word in operation:
             return _ADVICE[key]
-    if "add" in operation:
-        return _ADVICE["change" if into_gradient else "optimizer"]
-    return _ADVICE["optimizer" if "_foreach" in operation or "lerp" in operation else "read"]
+    return _ADVICE["change" if into_gradient else "read"]
 
 
 class ConsumedGradient(torch.Tensor):
-    """A gradient that HyTrain has consumed. Only `p.grad = None` is allowed."""
+    """A gradient that HyTrain has consumed. `find` returns a copy of what this stands for, or None if it is gone."""
+
+    find: Callable[[ConsumedGradient], torch.Tensor | None]
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor) -> Self:
-        return torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, parameter: torch.Tensor, find: Callable[[ConsumedGradient], torch.Tensor | None]) -> Self:
+        made = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device, strides=parameter.stride()
         )
+        made.find = find
+        return made
+
+    def __init__(self, parameter: torch.Tensor, find: Callable[[ConsumedGradient], torch.Tensor | None]) -> None:
+        super().__init__()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -80,6 +86,14 @@ class ConsumedGradient(torch.Tensor):
     ) -> Any:
         if func is _aten.detach.default:
             return args[0]
+        if func is _aten.mul_.Tensor and isinstance(args[1], torch.Tensor) and args[1].ndim == 0 and args[1] == 1.0:
+            return args[0]  # clipped by a norm that is below its limit
+        found = {id(each): each for each in tree_flatten((args, kwargs))[0] if isinstance(each, cls)}
+        if _only_reads(func, args, kwargs or {}, cls):
+            values = {key: each.find(each) for key, each in found.items()}
+            if all(value is not None for value in values.values()):
+                args, kwargs = tree_map(lambda each: values.get(id(each), each), (args, kwargs or {}))
+                return func(*args, **kwargs)
         operation = func.overloadpacket.__name__
         advice = _advice(operation, into_gradient=bool(args) and isinstance(args[0], cls))
         raise UsageError(f"{operation} on a gradient that HyTrain has already consumed: {advice}")
@@ -87,10 +101,35 @@ class ConsumedGradient(torch.Tensor):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(CONSUMED)
 
-    numpy = tolist = __array__ = __dlpack__ = __reduce_ex__ = _refuse
+    numpy = __array__ = __dlpack__ = __reduce_ex__ = _refuse
+
+    def _read(self) -> torch.Tensor:
+        if (value := self.find(self)) is None:
+            raise UsageError(CONSUMED)
+        return value
+
+    def tolist(self) -> Any:
+        return self._read().tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self._read()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def _only_reads(func: Any, args: Any, kwargs: Any, kind: type) -> bool:
+    """Whether an operation of torch's neither writes one of its arguments of this kind nor returns a view of one."""
+    if func.namespace not in ("aten", "prims"):
+        return False
+    if any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns):
+        return False
+    written = [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return not any(isinstance(each, kind) for each in tree_flatten(written)[0])
 
 
 NO_STATE: Final = (

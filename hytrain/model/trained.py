@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from sys import getrefcount
 from typing import Final
 
 import torch
@@ -83,12 +84,29 @@ class TrainedParameter:
         self.address = address(self.own)
         self.found = version(parameter)
         self.version: int | None = self.found
-        self.consumed = ConsumedGradient(parameter)
+        self.late: Callable[[TrainedParameter], Tensor | None] = lambda parameter: None  # a gradient that is consumed
+        self.consumed = self._placeholder(parameter)
+        self._references = getrefcount(self.consumed)
         self.sum: weakref.ref[Sum] | None = None  # of the gradients of this step's backwards, while it is kept
         self._plain: type = type(parameter)
         self._watched: type = type(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
         self.block: OffloadedBlock | None = None
+
+    def _placeholder(self, parameter: Tensor) -> ConsumedGradient:
+        this = weakref.ref(self)
+
+        def find(placeholder: ConsumedGradient) -> Tensor | None:
+            known = this()
+            return known.late(known) if known is not None and known.consumed is placeholder else None
+
+        return ConsumedGradient(parameter, find)
+
+    def consume(self) -> ConsumedGradient:
+        """What is in `p.grad` from now on: another placeholder than before, if the loop still has that."""
+        if getrefcount(self.consumed) > self._references:
+            self.consumed = self._placeholder(self.parameter)
+        return self.consumed
 
     def restore(self, count: int) -> None:
         """Its state, with which it has had so many updates, is loaded."""
@@ -106,11 +124,6 @@ class TrainedParameter:
     def is_updated_on_host(self) -> bool:
         """Whether the CPU updates all of it."""
         return bool(self.places) and all([layer.life.placement.updates == "cpu" for layer, _ in self.places])
-
-    @property
-    def is_partly_updated_on_host(self) -> bool:
-        """Whether the CPU updates some of it."""
-        return any([layer.life.placement.updates == "cpu" for layer, _ in self.places])
 
     @property
     def is_gone(self) -> bool:

@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Final, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from hytrain.model.consumed import ConsumedGradient
 from hytrain.tensors import count_write, is_distributed, local
 
 #: A context in which watched parameters are used without waiting.
@@ -72,8 +71,7 @@ class Watched:
             others_answer = any(map(_answers, types))
             if others_answer or func not in _HARMLESS:
                 found = list(_found_in((*args, *kwargs.values()) if kwargs else args))
-                consumed = any(isinstance(value, ConsumedGradient) for value in found)  # which refuses by itself
-                if func not in _HARMLESS and not consumed:
+                if func not in _HARMLESS:
                     for parameter in found:
                         around.enter_context(type(parameter).before_use.around(parameter))
                         type(parameter).before_use(parameter)
@@ -174,9 +172,9 @@ def _is_in_place_foreach(func: Any) -> bool:
 
 
 def _found_in(values: Iterable[Any]) -> Iterator[Any]:
-    """The watched parameters, and the consumed gradients."""
+    """The watched parameters."""
     for value in values:
-        if isinstance(value, Watched | ConsumedGradient):
+        if isinstance(value, Watched):
             yield value
         elif isinstance(value, list | tuple):
             yield from _found_in(value)

@@ -300,7 +300,7 @@ class Accumulation:
         given = with_gradients(parameters)
         totals = {known: total for known in given if (total := self._sum_of(known)) is not None}
         scaled = {known: total for known, total in totals.items() if total.factor is not None}
-        of_cpu = {known for known in given if known.is_partly_updated_on_host}
+        of_cpu = {known for known in given if any([layer.life.placement.updates == "cpu" for layer, _ in known.places])}
         waits = of_cpu <= scaled.keys() and all(map(self.is_in_place, of_cpu))
         factors = {id(scaled[known].factor): scaled[known].factor for known in of_cpu} if waits else {}
         shared = next(iter(factors.values())) if len(factors) == 1 else None

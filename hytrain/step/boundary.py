@@ -64,8 +64,11 @@ class Boundary:
                 draws=self._meter.draws,
             )
 
-    def report(self, step: int, number: int) -> None:
-        """Report finished step `step` to the coordinator. `number` is the step's number for the user."""
+    def report(self, step: int, number: int) -> Room | None:
+        """Report finished step `step` to the coordinator. `number` is the step's number for the user.
+
+        Returns the device's memory, with which the report was made.
+        """
         self.rejoin(step)
         has_drawn = self._meter.draws
         times = self._meter.end_step(step, number)  # first: it also sets the meter's numbers below
@@ -113,6 +116,7 @@ class Boundary:
             ),
         )
         self._trace(step + 1, has_drawn)
+        return room
 
     def _trace(self, step: int, has_drawn: bool) -> None:
         """Begin the timeline that is asked for, with `step`. Say when all of it is drawn, or it was ended."""

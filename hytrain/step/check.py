@@ -136,6 +136,7 @@ class CheckedTrip(RoundTrip):
             self._compare([copies for copies in self._copies if copies.ends_by_itself])
 
     def end_step(self) -> None:
+        super().end_step()
         if self._check.left:
             self._compare(list(self._copies))
             self._check.end_step()

@@ -127,7 +127,7 @@ class Commit:
                 total = parameter.gradient().clone() if keep else self._kept.copy_of(parameter)
             parameter.fill(total, step, stream)
             if not keep or (keeps is None and not is_own):
-                parameter.parameter.grad = parameter.consumed
+                parameter.parameter.grad = parameter.consume()
 
     def _flush(self) -> None:
         """Send off all layers that have gradients. Without overlap, finish each layer before the next."""

@@ -17,6 +17,7 @@ from hytrain.memory.visits import Visit
 from hytrain.model.block_life import Pin
 from hytrain.model.trained import TrainedLayer
 from hytrain.step.common import Common
+from hytrain.step.late import LateReads
 from protocol.handles import STATE_PLANES
 from protocol.rules import Hyper
 from protocol.visiting import Turn, put_off
@@ -28,7 +29,7 @@ class DeviceUpdates:
     def __init__(self, common: Common, host: Backend | None) -> None:
         self._layers, self._transfers, self._health = common.layers, common.transfers, common.health
         self._meter, self._verdicts, self._overlap = common.meter, common.verdicts, common.overlap
-        self._host, self._visits, self._offload = host, common.visits, common.offload
+        self._host, self._visits, self._offload, self.late = host, common.visits, common.offload, LateReads(common)
         self.positions: Sequence[int] = [layer.spec.position for layer in common.layers]
         self.groups: tuple[Hyper, ...] = ()
         # The updates until backward is over: the layer, the stream that has made its gradients, and these.
@@ -55,6 +56,7 @@ class DeviceUpdates:
 
     def update(self, layer: TrainedLayer, gradients: dict[int, Tensor], stream: Stream) -> None:
         """Update the layer with the gradients of its segments, which `stream`, the current one, has made."""
+        self.late.keep(layer, gradients)
         visits = layer.life.placement.visits
         is_held = self._overlap and (self._verdicts.awaited or (visits and self._puts_off(layer, gradients.values())))
         make = self._visit if visits else self._update

@@ -204,7 +204,7 @@ class Engine:
             if self._verdicts.loss_scale is not None:
                 self._verdicts.loss_scale.end_step()
         self._trip.end_step()
-        self._boundary.report(ended, self.steps)
+        self._device.late.heed(self._boundary.report(ended, self.steps))
         self._visits.lent_bytes = self._offload.for_visits_bytes  # from the next step on
         if (positions := self.reads.learned_order()) is not None:
             self._device.positions = positions

@@ -64,7 +64,7 @@ class RoundTrip:
         # The usual case, in which the gradient in `p.grad` is the step's, and nobody else has it.
         is_own = parameter.sum is None and has_gradient_of_its_own(tensor, parameter.own)
         full = parameter.fill(None if is_own else self._given(parameter), self._health.life.step, stream)
-        tensor.grad = parameter.consumed
+        tensor.grad = parameter.consume()
         for layer in full:
             self._meter.backward(layer.lid)
             if self._overlap:
@@ -106,6 +106,7 @@ class RoundTrip:
 
     def end_step(self) -> None:
         """All updates of a step were sent, or made: `check` compares them."""
+        self._device.late.end_step()
 
     # ------------------------------------------------------------ and back: the link's threads
 

@@ -49,6 +49,7 @@ class Timing:
         self.learns = updates == "auto"
         self.norms: Any = None
         self._seen = ""
+        self._late, self._is_learned = False, updates == "auto"
         self._factor: tuple[Tensor, int, Tensor] | None = None  # with its version, and a copy
 
     def same(self, factor: Tensor) -> Tensor:
@@ -66,8 +67,15 @@ class Timing:
         if self.learns and self.may_be_last:
             self._seen = what if self._seen in ("", NORMS) else self._seen
 
+    def is_late(self, what: str) -> None:
+        """The loop does something between backward and `step()` for the first time, where updates begin in backward."""
+        if self._is_learned and not self._late:
+            self._late = True
+            _log.warning("this loop %s before step(), for the first time: updates begin in step() from now on", what)
+
     def begin_step(self, step: int) -> bool:
         """The first backward of `step`, counted from 0, begins. Returns whether it has been learned just now."""
+        self.in_step |= self._late
         if not self.learns or step < LEARNED_IN:
             return False
         self.learns, self.in_step = False, bool(self._seen)

@@ -587,7 +587,7 @@ def lbfgs_between(model: Any, opt: Any) -> object:
     return None
 
 
-@practice(refusal=CONSUMED, as_if=step_0)
+@practice(refusal=f"{CONSUMED}|is used between backward and step", as_if=step_0)
 def sam(model: Any, opt: Any) -> object:
     """SAM: weights moved along the gradient, a second backward, weights moved back"""
     for number in range(STEPS):
@@ -995,7 +995,7 @@ def gradients_as_numpy(model: Any, opt: Any) -> object:
     return seen
 
 
-@practice(refusal=CONSUMED, as_if=step_0)
+@practice()
 def gradients_data(model: Any, opt: Any) -> object:
     """`p.grad.data.norm()` for the log after backward"""
     seen = []
@@ -1019,7 +1019,7 @@ def gradients_exist(model: Any, opt: Any) -> object:
     return seen
 
 
-@practice(refusal=CONSUMED, as_if=step_0)
+@practice()
 def gradients_nan(model: Any, opt: Any) -> object:
     """`torch.isnan(p.grad).any()` after backward, to skip the step"""
     for number in range(STEPS):

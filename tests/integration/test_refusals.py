@@ -250,13 +250,12 @@ def fails_in_backward(model: Any) -> None:
         x.square().mean().backward()
 
 
-ONE_OPTIMIZER = "give each parameter to one optimizer"
+USED = r"is used between backward and step\(\)"
 
 #: What users do between a backward and step(): (a name, what they do, the words that help)
 AFTER_BACKWARD: list[tuple[str, Practice, str]] = [
-    ("clip", lambda model, opt: nn.utils.clip_grad_norm_(model.parameters(), 1.0), "clip_grad_norm_"),
+    ("clip", lambda model, opt: nn.utils.clip_grad_norm_(model.parameters(), 1e-3), "clip_grad_norm_"),
     ("clip values", lambda model, opt: nn.utils.clip_grad_value_(model.parameters(), 1.0), "pass updates="),
-    ("read a gradient", lambda model, opt: model[0][0].weight.grad.square().sum(), "register_hook"),
     ("noise", lambda model, opt: model[0][0].weight.grad.add_(0.1), "add_ on .*change gradients in a hook of your own"),
     ("numpy", lambda model, opt: model[0][0].weight.grad.numpy(), "register_hook"),
     ("two backwards", lambda model, opt: square_loss(model, 1).backward(), "is called between.*grad_accumulation=n"),
@@ -272,8 +271,16 @@ AFTER_BACKWARD: list[tuple[str, Practice, str]] = [
     ("load weights", lambda model, opt: model.load_state_dict({}), r"model\.load_state_dict\(\) between backward"),
     ("two steps", lambda model, opt: (opt.step(), opt.step()), r"step\(\) was called again without a backward"),
     ("zeros", lambda model, opt: (opt.step(), opt.zero_grad(set_to_none=False)), r"use zero_grad\(\)"),
-    ("another optimizer", lambda model, opt: torch.optim.SGD(model.parameters(), lr=LR).step(), ONE_OPTIMIZER),
-    ("another AdamW", lambda model, opt: torch.optim.AdamW(model.parameters(), fused=True).step(), ONE_OPTIMIZER),
+    (
+        "another optimizer",
+        lambda model, opt: torch.optim.SGD(model.parameters(), lr=LR).step(),
+        USED,
+    ),
+    (
+        "another AdamW",
+        lambda model, opt: torch.optim.AdamW(model.parameters(), fused=True).step(),
+        USED,
+    ),
 ]
 #: And at other times.
 PRACTICES: list[tuple[str, Practice, str]] = [

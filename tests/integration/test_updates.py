@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 
 import hytrain
 from hytrain.algorithms import ADAMW
+from hytrain.errors import UsageError
 from hytrain.memory.transfer import HostTransfers
 from hytrain.options import Options
 from hytrain.run.link import Link
@@ -347,6 +349,98 @@ def test_gradients_leave_once_and_come_only_if_they_are_read(k: float, monkeypat
             opt.step()
             asked = nbytes * (k == 0 and number == 2)  # by another operator than before
             assert total() == {"gradients_out": 0, "sums_in": asked}
+
+
+def late(what: Callable[[nn.Module, int], object]) -> Callable[[nn.Module, Any], object]:
+    """A loop that does something before every third `step()`, but not in the first steps."""
+
+    def run(model: nn.Module, opt: Any) -> object:
+        found = []
+        for number in range(9):
+            backward(model, number)
+            found.append(what(model, number) if number % 3 == 2 else None)
+            opt.step()
+            opt.zero_grad()
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
+def test_gradients_that_are_read_late(k: float, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+    """They are still where their updates read them. From then on, updates begin in `step()`."""
+
+    def reads(model: nn.Module, number: int) -> object:
+        given = gradients(model)
+        total = nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        mean = sum(gradient.abs().mean() for gradient in given)
+        copied = copy.deepcopy(given[1]).sum().item()
+        return (
+            total.item(),
+            mean.item(),
+            given[0].tolist(),
+            copied,
+            given[0].isnan().any().item(),
+            str(given[0].clone()),
+        )
+
+    same_as_torch(late(reads), lambda: perceptron(dtype=dtype), k=k)
+    told = "this loop uses gradients before step(), for the first time: updates begin in step() from now on"
+    assert caplog.messages.count(told) == 1
+
+
+@pytest.mark.parametrize("what", [lambda g: g.mul_(0.5), lambda g: g.view(-1), lambda g: g.numpy()])
+def test_gradients_whose_updates_have_begun_are_only_read(what: Callable[[Tensor], object]) -> None:
+    with adamw(perceptron(), k=0.5) as opt:
+        train(opt._model, opt, range(2), square_loss)
+        backward(opt._model, 2)
+        with pytest.raises(UsageError, match="already consumed"):
+            what(gradients(opt._model)[0])
+        opt.step()
+        with pytest.raises(UsageError, match="already consumed"):
+            gradients(opt._model)[0].norm()
+
+
+def test_gradients_of_the_gpu_without_room_are_gone() -> None:
+    """Those of the CPU's layers are not."""
+    with adamw(perceptron(), k=0.5) as opt:
+        opt._engine._device.late.heed = lambda room: None
+        train(opt._model, opt, range(3), square_loss)
+        backward(opt._model, 3)
+        found = set()
+        for known in opt._session.parameters:
+            gone = any(layer.life.placement.updates == "gpu" for layer, _ in known.places)
+            found.add(gone)
+            with pytest.raises(UsageError, match="already consumed") if gone else nullcontext():
+                known.parameter.grad.norm()
+        assert found == {True, False}
+        opt.step()
+
+
+def test_a_gradient_that_the_loop_has_kept_is_not_the_next_ones() -> None:
+    with adamw(perceptron(), k=0.5) as opt:
+        train(opt._model, opt, range(2), square_loss)
+        backward(opt._model, 2)
+        kept = gradients(opt._model)
+        opt.step()
+        opt.zero_grad()
+        backward(opt._model, 3)
+        for before, now in zip(kept, gradients(opt._model), strict=True):
+            assert now.norm() > 0
+            with pytest.raises(UsageError, match="already consumed"):
+                before.norm()
+        opt.step()
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 0.1}, {"loss_scale": 4.0}, {"on_nonfinite": "skip"}], ids=str)
+def test_gradients_that_await_a_verdict_are_not_shown(options: dict[str, Any]) -> None:
+    """The loop's own would be scaled there."""
+    with adamw(perceptron(), k=0.0, updates="backward", **options) as opt:
+        opt.scale(square_loss(opt._model, 0)).backward()
+        with pytest.raises(UsageError, match="already consumed"):
+            gradients(opt._model)[0].norm()
+        opt.step()
 
 
 def test_it_is_planned_for_where_updates_begin(monkeypatch: pytest.MonkeyPatch) -> None:
