@@ -402,6 +402,32 @@ def test_gradients_whose_updates_have_begun_are_only_read(what: Callable[[Tensor
             gradients(opt._model)[0].norm()
 
 
+def test_who_reads_gradients_late_may_write_them_in_the_next_step() -> None:
+    model = perceptron()
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(2), square_loss)
+        for number in (2, 3):
+            backward(model, number)
+            read = [gradient.norm() for gradient in gradients(model)]
+            if number == 3:
+                gradients(model)[0].mul_(0.5)
+            opt.step()
+            opt.zero_grad()
+        assert len(read) > 4
+
+
+def test_gradients_are_not_found_in_the_backward_that_makes_them() -> None:
+    """Their copies to planes have not begun."""
+    model = perceptron()
+    with adamw(model, k=0.5, updates="backward") as opt:
+        *_, last = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        first = next(model.parameters())
+        first.register_hook(lambda gradient: None if last.grad is None else last.grad.norm() * gradient)
+        with pytest.raises(UsageError, match="already consumed"):
+            backward(model, 0)
+        del opt
+
+
 def test_gradients_of_the_gpu_without_room_are_gone() -> None:
     """Those of the CPU's layers are not."""
     with adamw(perceptron(), k=0.5) as opt:
