@@ -195,7 +195,7 @@ class Accumulation:
         """
         self.end_step()
         if keeps and step:
-            self.timing.saw("keeps gradients")
+            self.timing.saw("keeps gradients", after_step=True)
         if self.timing.begin_step(step) and not self.timing.in_step:
             self._sums.close()
             self._sums, self._chosen = DeviceSums(), False

@@ -173,7 +173,7 @@ class Backward:
         if not given:
             return
         if self._health.life.step:  # or else they may have come before there was a session
-            self._accumulation.timing.saw("sets or keeps gradients")
+            self._accumulation.timing.saw("sets or keeps gradients", after_step=True)
         self._reads.synchronize()
         for parameter in given:
             assert parameter.parameter.grad is not None

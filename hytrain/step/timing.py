@@ -62,9 +62,9 @@ class Timing:
         self._factor = factor, version(factor), copy
         return copy
 
-    def saw(self, what: str) -> None:
-        """The loop has done something between a backward and `step()`, or after that with gradients."""
-        if self.learns and self.may_be_last:
+    def saw(self, what: str, *, after_step: bool = False) -> None:
+        """The loop has done something between a backward and `step()`, or `after_step` with that step's gradients."""
+        if self.learns and (self.may_be_last or after_step):
             self._seen = what if self._seen in ("", NORMS) else self._seen
 
     def is_late(self, what: str) -> None:

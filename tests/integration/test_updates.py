@@ -367,8 +367,10 @@ def late(what: Callable[[nn.Module, int], object]) -> Callable[[nn.Module, Any],
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("k", [0.0, 0.5, 1.0])
-def test_gradients_that_are_read_late(k: float, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("options", [*({"k": k} for k in (0.0, 0.5, 1.0)), {"k": 0.5, "overlap": False}], ids=str)
+def test_gradients_that_are_read_late(
+    options: dict[str, Any], dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     """They are still where their updates read them. From then on, updates begin in `step()`."""
 
     def reads(model: nn.Module, number: int) -> object:
@@ -385,7 +387,7 @@ def test_gradients_that_are_read_late(k: float, dtype: torch.dtype, caplog: pyte
             str(given[0].clone()),
         )
 
-    same_as_torch(late(reads), lambda: perceptron(dtype=dtype), k=k)
+    same_as_torch(late(reads), lambda: perceptron(dtype=dtype), **options)
     told = "this loop uses gradients before step(), for the first time: updates begin in step() from now on"
     assert caplog.messages.count(told) == 1
 
@@ -521,6 +523,20 @@ def test_ranks_that_wait_for_the_norm_do_not_learn() -> None:
     options = Options.of(ADAMW, {"max_grad_norm": 1.0})
     assert [options.updates_on(ranks) for ranks in (1, 2)] == ["auto", "backward"]
     assert Options.of(ADAMW, {}).updates_on(2) == "auto"
+
+
+def test_a_second_step_with_sums_of_a_graph_that_is_retained() -> None:
+    """Its backwards are never the last ones, but its gradients are kept after `step()`."""
+
+    def run(model: nn.Module, opt: Any) -> None:
+        for number in range(4):
+            square_loss(model, number).backward(retain_graph=True)
+            opt.step()
+            if number == 1:  # when it is learned
+                opt.step()
+            opt.zero_grad()
+
+    same_as_torch(run, perceptron, k=0.0, accumulate_on="host")
 
 
 @pytest.mark.parametrize("announced", ["by number", "by no_sync", "by retain_graph"])
