@@ -174,6 +174,7 @@ class CudaTransfers:
         self._device = device
         #: The current stream. Autograd runs a gradient's hook on the stream that computed the gradient.
         self.stream: Callable[[], Stream] = partial(torch.cuda.current_stream, device)
+        self._default = torch.cuda.default_stream(device)
         self._out, self._state, self._visiting, self._window = (torch.cuda.Stream(device) for _ in range(4))
         self._saving, self._restoring = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in, self._fetching, self._returning = ([torch.cuda.Stream(device) for _ in range(2)] for _ in range(3))
@@ -272,9 +273,9 @@ class CudaTransfers:
 
     def fence(self) -> Fence:
         """Memory allocated now may have pending work of earlier users, on the current or the default stream."""
-        current, default = torch.cuda.current_stream(self._device), torch.cuda.default_stream(self._device)
-        if current != default:
-            current.wait_stream(default)
+        current = torch.cuda.current_stream(self._device)
+        if current != self._default:
+            current.wait_stream(self._default)
         fence = torch.cuda.Event()
         fence.record(current)
         return fence
