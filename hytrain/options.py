@@ -298,7 +298,12 @@ class Options:
         return Precision(self.state_dtype, self.master_dtype)
 
     def updates_on(self, ranks: int) -> str:
-        """`updates`. Ranks that all wait for the norm must ask for it at the same place of the loop: none learns."""
+        """`updates`; without overlap, updates begin in `step()` in any case.
+
+        Ranks that all wait for the norm must ask for it at the same place of the loop: none learns.
+        """
+        if not self.overlap:
+            return "step"
         return "backward" if self.updates == "auto" and self.awaits_verdict and ranks > 1 else self.updates
 
     @property

@@ -123,7 +123,7 @@ class Backward:
         if last:
             self._commit.begin_step()
         life.on(event)
-        if not (first and last):
+        if not (first and self._accumulation.timing.may_be_last):
             self._meter.turn()
         self._summed_later.clear()
         task = torch._C._current_graph_task_id()

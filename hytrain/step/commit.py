@@ -86,8 +86,7 @@ class Commit:
         self._groups_seen = ()
         self._verdicts.factor = self._accumulation.factor(self._parameters)
         self._device.begin_step()
-        if self._overlap:
-            self._tell_step()
+        self._tell_step()
 
     def _tell_step(self) -> None:
         begin = StepBegin(
@@ -191,11 +190,7 @@ class Commit:
         if life.state is State.IDLE:
             self._verdicts.take_part(life.step)
             return False
-        if not self._overlap:  # no update has begun, so what was written and set since backward counts
-            self._device.groups = self._read_groups()
-            self._tell_step()
-            self._masters.import_written()
-        elif self._read_groups() != self._device.groups:
+        if self._read_groups() != self._device.groups:
             self._health.refuse(_TOO_LATE)
         with self._health.undivided("the update of layers"):
             self._flush()

@@ -67,8 +67,7 @@ class RoundTrip:
         tensor.grad = parameter.consume()
         for layer in full:
             self._meter.backward(layer.lid)
-            if self._overlap:
-                self.send(layer, stream)
+            self.send(layer, stream)
 
     def _given(self, parameter: TrainedParameter) -> Tensor | None:
         """The sum over several backwards, or a copy of a tensor that the loop keeps; None for what is in `p.grad`."""

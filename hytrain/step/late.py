@@ -58,8 +58,6 @@ class LateReads:
         return shaped(torch.cat([part.to(parameter.own.device, copy=True) for part in there]), parameter.own)
 
     def _part(self, layer: TrainedLayer, index: int) -> Tensor | None:
-        if index in layer.filled:  # without overlap: it is sent in `step()`
-            return layer.filled[index]
         if layer.life.placement.updates == "cpu":
             return layer.arena.grads[index]
         return self._kept.get(layer.lid, {}).get(index)

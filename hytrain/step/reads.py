@@ -63,7 +63,7 @@ class Reads:
 
     def __init__(self, common: Common, trip: RoundTrip, blocks: Blocks) -> None:
         self.root = Gate()
-        self._layers, self._parameters, self._overlap = common.layers, common.parameters, common.overlap
+        self._layers, self._parameters = common.layers, common.parameters
         self._health, self._meter = common.health, common.meter
         self._trip, self._offload, self._blocks, self._visits = trip, common.offload, blocks, common.visits
         self._activations = common.activations
@@ -126,7 +126,7 @@ class Reads:
             self._note_tracing()
         self._visits.let_go()  # forward can use the memory
         for layer in gate.layers:
-            if self._overlap and life.state is State.COMMITTED and layer.life.updated == life.step:
+            if life.state is State.COMMITTED and layer.life.updated == life.step:
                 raise UsageError(_CALLED_EARLY.format(f"layer {layer.name}"))
             self._trip.wait_for(layer)
             if gate is self.root:
