@@ -45,8 +45,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from hytrain.errors import ConfigError, SavingError
 from hytrain.memory.capacity import gpu_memory
 from hytrain.memory.loan import borrow
+from hytrain.optimizer import Optimizer
 from hytrain.recipe.config import Recipe, Train
-from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.tokenizer import TextTokenizer
 from hytrain.run.environment import versions
@@ -72,7 +72,7 @@ def save(
     step: int,
     model: Any,
     tokenizer: TextTokenizer | None,
-    opt: TrainingOptimizer,
+    opt: Optimizer,
     recipe: Recipe,
     job: Job,
     saver: Saver,
@@ -359,7 +359,7 @@ def _verify(folder: Path) -> None:
     _read(folder)
 
 
-def restore(folder: Path, opt: TrainingOptimizer, job: Job) -> int:
+def restore(folder: Path, opt: Optimizer, job: Job) -> int:
     """Loads the optimizer and the random generators; returns the number of finished steps.
 
     If the checkpoint is of another number of ranks, the generators begin anew.

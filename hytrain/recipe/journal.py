@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hytrain.optimizer import Optimizer
 from hytrain.recipe.divergence import Divergence
-from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.progress import Progress, Speed
 from hytrain.recipe.readout import Readout
 from hytrain.recipe.task import Task
@@ -60,7 +60,7 @@ class Journal:
     def __init__(
         self,
         task: Task,
-        opt: TrainingOptimizer,
+        opt: Optimizer,
         progress: Progress,
         history: History,
         trackers: Trackers,
