@@ -1,26 +1,26 @@
 """A layer's arrays in the trainer, for each placement.
 
-ArenaPlanes    state in host memory: views of the optimizer's arena. `weights` are mapped and pinned, and so is `grads`
-               while the CPU updates the layer: only then it takes memory. State planes are mapped when they must be
-               moved or read. With two banks, the current one is used.
+ArenaPlanes    state in host memory: views of the optimizer's arena. `weights` are pinned, and so is `grads` while the
+               CPU updates the layer: only then it takes memory. With two banks, the current one is used.
 DevicePlanes   state on the GPU: `remainder` and moments. `Moving` is state on its way there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hytrain.errors import CapacityError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
-from hytrain.memory.arena import ArenaFile, Mapping
+from hytrain.memory.arena import ArenaFile, Mapping, free_pages
 from hytrain.memory.passes import passes
 from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
 from hytrain.tensors import count_write
@@ -44,25 +44,24 @@ class ArenaPlanes:
     """
 
     def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False) -> None:
-        """Map and pin `weights`. Raises `CapacityError` if that cannot be; then the file is closed."""
+        """Map the file, and pin `weights`. Raises `CapacityError` if that cannot be; then the file is closed."""
         self._file, self._transfers = file, transfers
-        self._shared: Mapping | None = None
-        self._holds_gradients = False
-        try:
-            self._shared = _mapped(file.map_shared)
-            transfers.pin(*self._weights_range(), gently=gently)
-        except BaseException:
-            file.close()
-            raise
-        self._all: Mapping | None = None
-        self._parts: dict[tuple[str, int], Tensor | None] = {}  # views of it, by bank and segment
-        self._states: dict[str, list[Tensor | None]] = {}  # those of the current banks, by plane
-        self._mapping_all = threading.Lock()  # a handover maps on its own thread
-        self._state_is_pinned = False
-        self._pinning = threading.Lock()  # the same
+        self._holds_gradients = self._state_is_pinned = False
+        self._mapping: Mapping | None = None
         layout = file.layout
-        self.grads = self._views(self._shared, "grads")
-        self._weights = [self._views(self._shared, bank_plane("weights", bank)) for bank in range(layout.banks)]
+        try:
+            self._mapping = Mapping(file.descriptor, layout.nbytes)
+            transfers.pin(*self._weights_range(), gently=gently)
+        except BaseException as error:
+            file.close()
+            if isinstance(error, OSError):
+                raise CapacityError(f"host memory cannot be mapped: {error}") from None
+            raise
+        self._parts: dict[tuple[str, int], Tensor | None] = {}  # of the state, by bank and segment
+        self._states: dict[str, list[Tensor | None]] = {}  # those of the current banks, by plane
+        self._pinning = threading.Lock()  # a handover pins on its own thread
+        self.grads = self._views("grads")
+        self._weights = [self._views(bank_plane("weights", bank)) for bank in range(layout.banks)]
         self.banks = (0,) * len(layout.handles["grads"])
 
     @property
@@ -86,7 +85,7 @@ class ArenaPlanes:
         return handle.offset
 
     def state(self, plane: str) -> list[Tensor | None]:
-        """A state plane's segments, mapped at the first call. The optimizer must be done with the layer."""
+        """A state plane's segments. The optimizer must be done with the layer."""
         if plane not in self._states:
             self._states[plane] = [self.part(plane, index) for index in range(len(self.banks))]
         return self._states[plane]
@@ -95,15 +94,14 @@ class ArenaPlanes:
         """One segment of a state plane."""
         bank = bank_plane(plane, self.banks[index])
         if (bank, index) not in self._parts:
-            self._parts[bank, index] = self._view(self._whole(), self._file.layout.handles[bank][index])
+            self._parts[bank, index] = self._view(self._file.layout.handles[bank][index])
         return self._parts[bank, index]
 
     def hold_gradients(self, *, gently: bool = True) -> None:
         """Give `grads` memory, and pin it. Raises `CapacityError` if that cannot be."""
         if not self._holds_gradients:
-            assert self._shared is not None, "not closed"
             start, nbytes = self._grads_range()
-            self._shared.populate(nbytes)
+            self._mapped.populate(nbytes)
             self._transfers.pin(start, nbytes, gently=gently)
             self._holds_gradients = True
 
@@ -112,11 +110,15 @@ class ArenaPlanes:
         if self._holds_gradients:
             self._holds_gradients = False
             self._transfers.unpin(*self._grads_range())
-            self._file.free(0, self._file.layout.plane_nbytes["grads"])
+            free_pages(self._file.descriptor, 0, self._file.layout.plane_nbytes["grads"])
+
+    @property
+    def _mapped(self) -> Mapping:
+        assert self._mapping is not None, "not closed"
+        return self._mapping
 
     def _grads_range(self) -> tuple[int, int]:
-        assert self._shared is not None, "not closed"
-        return self._shared.address, self._file.layout.plane_nbytes["grads"]
+        return self._mapped.address, self._file.layout.plane_nbytes["grads"]
 
     def _weights_range(self) -> tuple[int, int]:
         start, nbytes = self._grads_range()
@@ -125,7 +127,7 @@ class ArenaPlanes:
     def pin_state(self, *, gently: bool = True) -> None:
         """Pin the state planes, for a handover or for visits, so that they are copied at the link's full speed.
 
-        Raises `CapacityError` if they cannot be mapped or pinned.
+        Raises `CapacityError` if they cannot be pinned.
         """
         with self._pinning:
             if not self._state_is_pinned:
@@ -139,14 +141,8 @@ class ArenaPlanes:
                 self._state_is_pinned = False
 
     def _state_range(self) -> tuple[int, int]:
-        whole, shared_nbytes = self._whole(), self._file.layout.shared_nbytes
-        return whole.address + shared_nbytes, whole.nbytes - shared_nbytes
-
-    def _whole(self) -> Mapping:
-        with self._mapping_all:
-            if self._all is None:
-                self._all = _mapped(self._file.map_all)
-            return self._all
+        layout = self._file.layout
+        return self._mapped.address + layout.shared_nbytes, layout.nbytes - layout.shared_nbytes
 
     def free_state(self) -> None:
         """Free the memory of the state planes for good, unless somebody has a view of one. Nothing else may use them.
@@ -154,41 +150,33 @@ class ArenaPlanes:
         So what is left of training has room in host memory.
         """
         self.unpin_state()
+        viewed = [StorageWeakRef(part.untyped_storage()) for part in self._parts.values() if part is not None]
         self._parts.clear()
         self._states.clear()
-        whole, self._all = self._all, None
-        if whole is None or whole.release():
+        if all(view.expired() for view in viewed):
             start = self._file.layout.shared_nbytes
-            self._file.free(start, self._file.layout.nbytes - start)
+            free_pages(self._file.descriptor, start, self._file.layout.nbytes - start)
 
     def close(self) -> None:
         """Unpin and release the mapping. Its pages stay as long as a view exists."""
-        assert self._shared is not None, "closed once"
         self.unpin_state()
         self._transfers.unpin(*self._weights_range())
         if self._holds_gradients:
             self._transfers.unpin(*self._grads_range())
         self._parts.clear()
-        self._shared = self._all = None
+        self._mapping = None
         self.grads, self._weights, self.banks = [], [], ()
         self._file.close()
 
-    def _views(self, mapping: Mapping, plane: str) -> list[Tensor]:
-        found = [self._view(mapping, handle) for handle in self._file.layout.handles[plane]]
+    def _views(self, plane: str) -> list[Tensor]:
+        found = map(self._view, self._file.layout.handles[plane])
         return [view for view in found if view is not None]
 
-    def _view(self, mapping: Mapping, handle: TensorHandle | None) -> Tensor | None:
+    def _view(self, handle: TensorHandle | None) -> Tensor | None:
         if handle is None:
             return None
         dtype = DTYPES[handle.dtype]
-        return torch.frombuffer(mapping.buffer, dtype=dtype, count=handle.numel, offset=handle.offset)
-
-
-def _mapped(make: Callable[[], Mapping]) -> Mapping:
-    try:
-        return make()
-    except OSError as error:
-        raise CapacityError(f"host memory cannot be mapped: {error}") from None
+        return torch.frombuffer(self._mapped.buffer, dtype=dtype, count=handle.numel, offset=handle.offset)
 
 
 class DevicePlanes:
