@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.checks import Groups
-from hytrain.errors import BackendUnavailable, UnsupportedError
+from hytrain.errors import UnsupportedError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.torch_backend import vectors
-from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, host_free, require_host_memory, second_bank_fits
+from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, host_free, require_host_memory
 from hytrain.memory.transfer import transfers_for
 from hytrain.memory.visits import ring_bytes
 from hytrain.model import fsdp
@@ -162,7 +162,7 @@ class Build:
         if not (options.may_speculate and (options.speculate or not must_visit)):
             return
         double = [layout(layer.spec, banks=2) for layer in layers]
-        if second_bank_fits(double, options.k, limit, ranks):
+        if host_bytes(double, options.k or 0.0) <= host_bound(limit, ranks):  # with "auto" it is not worth a larger k
             for layer, placed in zip(layers, double, strict=True):
                 layer.layout = placed
             return
@@ -282,13 +282,11 @@ def _host_backend(name: str) -> Backend:
 
     The native backend gets a single thread: more OpenMP threads would compete with torch's for the cores.
     """
-    if name in ("auto", "native"):
-        try:
-            return choice.load("native", 1)[0]
-        except BackendUnavailable:
-            if name == "native":
-                raise
-    return choice.load("torch" if name == "auto" else name, torch.get_num_threads())[0]
+    threads = torch.get_num_threads()
+    backend, _ = choice.load(name, 1)
+    if backend.name != "native":
+        backend.threads = threads
+    return backend
 
 
 def build_layers(

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Final, Literal, Self
 
 from hytrain.errors import ConfigError
 from hytrain.extras import needed
@@ -48,14 +48,6 @@ class _Waiting(queue.Queue[tuple[int, dict[str, float]] | bool]):
             self.queue.append(item)
         else:
             self.missed += len(item[1])
-
-
-class Tracker(Protocol):
-    """One library's files. It is made on the thread, with the number of the first step that is written."""
-
-    def __init__(self, run_dir: Path, first_step: int, title: str, config: Mapping[str, Any]) -> None: ...
-    def write(self, step: int, numbers: Numbers) -> None: ...
-    def close(self, *, failed: bool) -> None: ...
 
 
 class _TensorBoard:
@@ -92,7 +84,8 @@ class _Wandb:
             self._end()  # ends the process that W&B has started
 
 
-TRACKERS: Final[dict[str, type[Tracker]]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+#: One library's files each. They are made on the thread, with the number of the first step that is written.
+TRACKERS: Final[dict[str, type[_TensorBoard | _Wandb]]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 
 
 def check_trackers(names: Collection[str], option: str) -> None:
@@ -158,7 +151,7 @@ def _run(
     title: str,
     config: Mapping[str, Any],
 ) -> None:
-    opened: dict[str, Tracker] = {}
+    opened: dict[str, _TensorBoard | _Wandb] = {}
     failing: set[str] = set()
 
     def warn(name: str, error: BaseException) -> None:

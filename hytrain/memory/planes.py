@@ -14,7 +14,6 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hytrain.errors import CapacityError
 from hytrain.kernels.backend import Backend
@@ -23,7 +22,7 @@ from hytrain.kernels.split import clear_remainder
 from hytrain.memory.arena import ArenaFile, Mapping, free_pages
 from hytrain.memory.passes import passes
 from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
-from hytrain.tensors import count_write
+from hytrain.tensors import count_write, holders
 from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, plane_dtype
 from protocol.messages import Segment
 
@@ -150,10 +149,10 @@ class ArenaPlanes:
         So what is left of training has room in host memory.
         """
         self.unpin_state()
-        viewed = [StorageWeakRef(part.untyped_storage()) for part in self._parts.values() if part is not None]
+        is_viewed = any(part is not None and holders(part) > 1 for part in self._parts.values())
         self._parts.clear()
         self._states.clear()
-        if all(view.expired() for view in viewed):
+        if not is_viewed:
             start = self._file.layout.shared_nbytes
             free_pages(self._file.descriptor, start, self._file.layout.nbytes - start)
 

@@ -163,6 +163,7 @@ class OnGather(_GateHook):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_gather(self, modules: Stream) -> None:
+        """On the stream that reads the shards, for modules on another one."""
         reads = self.target
         if reads is None or self._gate is None:
             return
@@ -173,12 +174,14 @@ class OnGather(_GateHook):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_gather(self) -> None:
+        """On the stream that gathers them."""
         gathered, self._gathered = self._gathered, None
         if gathered is not None:
             gathered()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_use(self) -> None:
+        """Before modules wait for what is gathered."""
         if (reads := self.target) is None:
             return
         if self._again is not None:
@@ -188,6 +191,7 @@ class OnGather(_GateHook):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_use(self) -> None:
+        """Before they compute with it."""
         reads, waited, self._waited = self.target, self._waited, None
         if reads is not None and self._gate is not None and waited is not None:
             reads.use_gathered(self._gate, self._arrived, waited)
@@ -242,9 +246,11 @@ class BeforeUse(_Hook["Uses"]):
             uses.use(parameter)
 
     def around(self, parameter: torch.Tensor) -> AbstractContextManager[Any]:
+        """A context for the operation that uses it."""
         return nullcontext() if (uses := self.target) is None else uses.around(parameter)
 
     def away(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A copy of the value in host memory, if the weights are offloaded."""
         return None if (uses := self.target) is None else uses.away(parameter)
 
 
@@ -336,8 +342,7 @@ def attach(
     if "torch._dynamo" in sys.modules:  # code compiled before would call only the hooks of that time
         torch.compiler.reset()
     hooks: list[_Hook[Any]] = []
-    handles: list[RemovableHandle | fsdp.ReaderHandle] = []
-
+    handles: list[RemovableHandle] = []
     left_out: list[Callable[[], None]] = []
 
     def detach() -> None:
@@ -350,7 +355,7 @@ def attach(
         for known in parameters:
             known.release()
 
-    def hang(register: Callable[..., RemovableHandle | fsdp.ReaderHandle], hook: _Hook[Any], **options: Any) -> None:
+    def hang(register: Callable[..., RemovableHandle], hook: _Hook[Any], **options: Any) -> None:
         hooks.append(hook)
         handles.append(register(hook, **options))
 
@@ -380,7 +385,7 @@ def attach(
         for module in modules:
             hang(module.register_state_dict_pre_hook, BeforeStateDict(engine))
             hang(module.register_load_state_dict_pre_hook, BeforeLoadStateDict(engine))
-        left_out.append(_leave_out(model, {handle.id for handle in handles if isinstance(handle, RemovableHandle)}))
+        left_out.append(_leave_out(model, {handle.id for handle in handles}))
     except BaseException:
         detach()
         raise

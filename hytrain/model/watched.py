@@ -15,8 +15,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, ClassVar, Final, Protocol, cast
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,22 +46,10 @@ _HARMLESS: Final = {
 }  # fmt: skip
 
 
-class BeforeUse(Protocol):
-    """Whoever watches: is called before a parameter's value is used on its device."""
-
-    def __call__(self, parameter: Tensor) -> None: ...
-
-    def around(self, parameter: Tensor) -> AbstractContextManager[Any]:
-        """A context for the operation that uses it."""
-
-    def away(self, parameter: Tensor) -> Tensor | None:
-        """A copy of the value in host memory, if the weights are offloaded."""
-
-
 class Watched:
-    """The base of the classes that watched parameters have. `before_use` is the hook of the one who watches."""
+    """The base of the classes that watched parameters have. `before_use` is a `hooks.BeforeUse`."""
 
-    before_use: ClassVar[BeforeUse]
+    before_use: ClassVar[Any]
     plain: ClassVar[type]
 
     @classmethod
@@ -89,7 +77,7 @@ class Watched:
     def detach(self) -> Tensor:
         caller = sys._getframe(1).f_code
         if caller is nn.Module._save_to_state_dict.__code__:  # of offloaded weights, it takes no GPU memory
-            away = type(self).before_use.away(cast(Tensor, self))
+            away: Tensor | None = type(self).before_use.away(cast(Tensor, self))
             if away is not None:
                 return away
         detached = Tensor.detach(cast(Tensor, self))
@@ -140,7 +128,7 @@ class _WatchedDTensor(Watched):
             return cast(Tensor, getattr(parameter, method)(*args, **options))
 
 
-def watched_class(plain: type, before_use: BeforeUse) -> type:
+def watched_class(plain: type, before_use: Any) -> type:
     """A subclass of `plain`, with its name, for parameters whose uses call `before_use` first."""
     name_space = {"before_use": staticmethod(before_use), "plain": plain, "__module__": plain.__module__}
     base = _WatchedDTensor if hasattr(plain, "to_local") else Watched

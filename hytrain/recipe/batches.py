@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,35 +71,19 @@ class Batch:
         return {**tensors, "use_cache": False}
 
 
-class Sequences(Protocol):
-    """What batches are made of. A sequence begins at each of `places`; those `stride` apart do not overlap."""
-
-    places: int
-    stride: int
-
-    def batch(self, places: Any) -> Batch:
-        """Those that begin at these places, integers."""
-
-
-class Source(Protocol):
-    """Training batches by step. `rows`: the sequences of one epoch, or None if there is no end to them."""
-
-    rows: int | None
-
-    def at(self, step: int) -> Batch:
-        """The batch of one step (from 0)."""
-
-
 class Batches:
-    """Endless batches: in epochs, each in an order of its own, or at random places."""
+    """Endless batches: in epochs, each in an order of its own, or at random places. `rows`: the sequences of an epoch.
+
+    A sequence begins at each of its `places`; those `stride` apart do not overlap.
+    """
 
     def __init__(self, sequences: Sequences, seed: int, batch_size: int, *, in_epochs: bool) -> None:
         self._sequences, self._seed, self._size, self._in_epochs = sequences, seed, batch_size, in_epochs
         self._epoch, self._order = -1, np.zeros(0, np.int64)
-        self.rows: int | None = _apart(sequences)
+        self.rows = _apart(sequences)
 
     def at(self, step: int) -> Batch:
-        """In epochs, a batch at the end of one goes on with the next."""
+        """The batch of one step (from 0). In epochs, one at the end of an epoch goes on with the next."""
         if self._in_epochs:
             numbers = range(step * self._size, (step + 1) * self._size)
             places = self._sequences.stride * np.array([*map(self._shuffled, numbers)])
@@ -115,9 +99,9 @@ class Batches:
 
 
 class RandomBatches:
-    """Uniformly random tokens, for measuring speed."""
+    """Uniformly random tokens, for measuring speed: there is no end to them."""
 
-    rows: int | None = None
+    rows = None
 
     def __init__(self, vocab_size: int, seed: int, batch_size: int, sequence_length: int) -> None:
         self.vocab_size = vocab_size
@@ -203,6 +187,9 @@ def spread(sequences: Sequences, count: int, batch_size: int) -> Iterator[Batch]
 def _apart(sequences: Sequences) -> int:
     """How many sequences there are that do not overlap."""
     return (sequences.places - 1) // sequences.stride + 1
+
+
+Sequences = Windows | Rows
 
 
 def _generator(seed: int, step: int) -> np.random.Generator:

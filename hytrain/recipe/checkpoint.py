@@ -17,16 +17,16 @@ The loop calls `begin` and `save`; at the start of a resumed run it calls `find`
 from __future__ import annotations
 
 import base64
-import functools
 import json
 import logging
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,7 +44,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hytrain.errors import ConfigError, SavingError
 from hytrain.memory.capacity import gpu_memory
-from hytrain.memory.loan import borrow
+from hytrain.memory.loan import copied
 from hytrain.optimizer import Optimizer
 from hytrain.recipe.config import Recipe, Train
 from hytrain.recipe.parallel import Job
@@ -144,6 +144,7 @@ def export(model: Any, folder: Path, job: Job) -> Callable[[], None]:
         return _done
     state, shapes = parts
     plan = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=MAX_FILE_BYTES)
+    files, described = plan.filename_to_tensors, {name: (each.dtype, each.shape) for name, each in shapes.items()}
     with job.ranks.together(), _writing(folder):
         if job.speaks:
             model.save_pretrained(folder, state_dict={})  # everything but the weights
@@ -153,34 +154,21 @@ def export(model: Any, folder: Path, job: Job) -> Callable[[], None]:
                 (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
 
     def write(file: str, names: list[str], tensors: Iterator[Tensor]) -> None:
-        described = {name: (shapes[name].dtype, shapes[name].shape) for name in names}
-        tensor_file.write(folder / file, described, tensors, {})
+        tensor_file.write(folder / file, {name: described[name] for name in names}, tensors, {})
 
-    def write_all(found: dict[str, Tensor], in_parallel: bool) -> None:
-        files = plan.filename_to_tensors.items()
+    def write_all(found: Mapping[str, Tensor], in_parallel: bool) -> None:
         with _writing(folder):
-            writing = [functools.partial(write, file, names, map(found.__getitem__, names)) for file, names in files]
+            writing = [partial(write, file, names, map(found.__getitem__, names)) for file, names in files.items()]
             tensor_file.write_all(writing, in_parallel=in_parallel)
 
     if job.mesh is None:
         tensor_file.await_devices(state.values())
-        described = {name: (shape.dtype, shape.shape) for name, shape in shapes.items()}
-        loan = borrow(gpu_memory(model.device), described)
-        if loan is None:
-            write_all(state, in_parallel=True)
-            return _done
-        for name in shapes:
-            loan.put(name, state[name])
-        tensor_file.await_devices(loan.copies.values())
-
-        def write_copies() -> None:
-            try:
-                write_all(loan.copies, in_parallel=False)
-            finally:
-                loan.give_back()
-
-        return write_copies
-    for number, (file, names) in enumerate(plan.filename_to_tensors.items()):
+        loan = copied(gpu_memory(model.device), described, state.__getitem__, job.ranks)
+        if loan is not None:
+            return partial(loan.end_with, partial(write_all, in_parallel=False))
+        write_all(state, in_parallel=True)
+        return _done
+    for number, (file, names) in enumerate(files.items()):
         whole = map(_whole, map(state.__getitem__, names))
         with job.ranks.together(), _writing(folder):
             try:

@@ -20,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from hytrain.errors import ConfigError
 from hytrain.recipe import adapters, chat, config, loss, packing, tables, text, tokenizer
 from hytrain.recipe import model as models
-from hytrain.recipe.batches import Batch, Batches, RandomBatches, Rows, Source, Windows, spread, steps_of
+from hytrain.recipe.batches import Batch, Batches, RandomBatches, Rows, Windows, spread, steps_of
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.model import Cost
 from hytrain.recipe.parallel import Job
@@ -32,7 +32,7 @@ class Corpus:
     """The source of batches. Random tokens have no tokenizer and no validation part."""
 
     tokenizer: TextTokenizer | None
-    training: Source
+    training: Batches | RandomBatches
     validation: tuple[Batch, ...] = ()
     bytes_per_token: float | None = None  # of the validation text, or of its answers
     conversations: bool | None = None  # whether prompts are those of conversations; None: of a text that goes on

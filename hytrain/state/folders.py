@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from hytrain.errors import ConfigError, SavingError
 from hytrain.kernels.rounding import key_of
 from hytrain.memory.capacity import GpuMemory
-from hytrain.memory.loan import Loan, borrow
+from hytrain.memory.loan import Loan, copied
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.run.ranks import Ranks
@@ -89,10 +89,7 @@ class Save:
         With `in_parallel`, somebody waits: several threads compute the checksums.
         """
         if self.loan is not None:
-            try:
-                self.write(ranks)
-            finally:
-                self.loan.give_back()
+            self.loan.end_with(lambda _: self.write(ranks))
         with self._or_removed(ranks):
             written = chain(self.own.glob(f"shard-{ranks.rank + 1:05d}-*"), [self.own / INDEX] * (ranks.rank == 0))
             manifest.seal(self.folder, written, ranks, in_parallel=in_parallel)
@@ -136,7 +133,10 @@ def save(folder: Path, state: OptimizerState, *, steps: int, memory: GpuMemory |
         if replicas[key_of(name) % len(replicas)] != ranks.rank:  # they take turns
             del arrays[name]
     await_devices(array.like for array in arrays.values())
-    loan = None if memory is None else _copy(arrays, memory, ranks)
+    described = {name: (array.dtype, local(array.like).shape) for name, array in arrays.items()}
+    loan = None if memory is None else copied(memory, described, lambda name: arrays[name].read(), ranks)
+    if loan is not None:
+        arrays = {n: replace(array, read=partial(loan.copies.__getitem__, n)) for n, array in arrays.items()}
     index = Index(
         format=FORMAT,
         save=own.name,
@@ -152,19 +152,6 @@ def save(folder: Path, state: OptimizerState, *, steps: int, memory: GpuMemory |
     if loan is None:
         saved.write(ranks)
     return saved
-
-
-def _copy(arrays: Arrays, memory: GpuMemory, ranks: Ranks) -> Loan | None:
-    """Let `arrays` read copies of what they read now, if every rank has memory for its own."""
-    loan = borrow(memory, {name: (array.dtype, local(array.like).shape) for name, array in arrays.items()})
-    if not all(ranks.gather(loan is not None)):
-        return None
-    assert loan is not None
-    for name, array in arrays.items():
-        loan.put(name, array.read())
-        arrays[name] = replace(array, read=partial(loan.copies.__getitem__, name))
-    await_devices(loan.copies.values())
-    return loan
 
 
 def load(
