@@ -134,8 +134,10 @@ class Build:
         gates = build_gates(self.layers, parts)
         blocks = find_blocks(site.model)
         self.blocks = [] if options.offload_weights == 0.0 else offloadable_blocks(gates, blocks)
-        if options.offload_activations:
-            mark_blocks(gates, blocks)
+        if options.offload_activations:  # without blocks, all modules count as blocks; and so do FSDP2's groups
+            ids = {id(block) for block in blocks}
+            for reader, gate in gates:
+                gate.is_block = not ids or id(reader) in ids or not isinstance(reader, nn.Module)
         for known in self.parameters:
             for layer, index in known.places if known.parameter in site.first else ():
                 segment = layer.segments[index]
@@ -215,6 +217,8 @@ class Build:
         """What coordinator and optimizer need to know, before an engine takes its first step."""
         site, options = self._site, self._site.options
         layers = tuple(layer.spec for layer in self.layers)
+        free = site.memory.for_state_bytes()  # also for weights of blocks that can be offloaded, which are there by now
+        there = sum(known.own.nbytes for b in self.blocks for known in b.parameters if has_memory(known.own))
         return LayerTable(
             layers=layers,
             inbox=inbox,
@@ -225,7 +229,7 @@ class Build:
             speculate=options.speculate if self.layers[0].layout.banks == 2 else False,
             k=options.k,
             backend=options.backend,
-            gpu_bytes=self._first_bytes(),
+            gpu_bytes=None if free is None else free + there,
             host_bytes=self._host_bytes,
             continues=continues,
             rank=site.ranks.rank,
@@ -239,12 +243,6 @@ class Build:
             in_step=site.accumulation.timing.in_step,
             gpu=environment.gpu_uuid(site.device),
         )
-
-    def _first_bytes(self) -> int | None:
-        """The GPU memory for state, and for weights of blocks that can be offloaded, before a step was measured."""
-        free = self._site.memory.for_state_bytes()
-        there = sum(known.own.nbytes for b in self.blocks for known in b.parameters if has_memory(known.own))
-        return None if free is None else free + there
 
     def fill(self, engine: Engine, plan: Plan) -> None:
         """Start the engine with its first plan. First values come to the device, but for blocks that stay away."""
@@ -340,13 +338,6 @@ def build_gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tup
         gate.parameters = [known for known in gate.parameters if id(known.parameter) in ids]
         gates.append((reader, gate))
     return gates
-
-
-def mark_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module]) -> None:
-    """Tell the gates of `blocks`; without any, and for readers that are no modules, all count as blocks."""
-    ids = {id(block) for block in blocks}
-    for reader, gate in gates:
-        gate.is_block = not ids or id(reader) in ids or not isinstance(reader, nn.Module)
 
 
 def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedParameter]) -> None:

@@ -18,6 +18,7 @@ import mmap
 import os
 import resource
 import socket
+from dataclasses import dataclass
 from typing import Final
 
 from hytrain.state.locks import said
@@ -83,6 +84,14 @@ def allow_descriptors(layers: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < needed:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Shared memory with weights. Another process maps so many bytes of its descriptor."""
+
+    descriptor: int
+    nbytes: int
 
 
 class SharedMemory:

@@ -19,7 +19,7 @@ from hytrain.errors import CapacityError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
-from hytrain.memory.arena import ArenaFile, Mapping, free_pages
+from hytrain.memory.arena import ArenaFile, Mapping, Memory, free_pages
 from hytrain.memory.passes import passes
 from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
 from hytrain.tensors import count_write, holders
@@ -48,6 +48,7 @@ class ArenaPlanes:
         self._holds_gradients = self._state_is_pinned = False
         self._mapping: Mapping | None = None
         layout = file.layout
+        self.memory = Memory(file.descriptor, layout.shared_nbytes)  # with the weights, for other processes
         try:
             self._mapping = Mapping(file.descriptor, layout.nbytes)
             transfers.pin(*self._weights_range(), gently=gently)
@@ -71,11 +72,6 @@ class ArenaPlanes:
     def banks(self, banks: tuple[int, ...]) -> None:
         self._banks, self._states = banks, {}
         self.weights = [self._weights[bank][index] for index, bank in enumerate(banks)]
-
-    @property
-    def file(self) -> ArenaFile:
-        """The arena's file, whose first `layout.shared_nbytes` have the weights."""
-        return self._file
 
     def weights_offset(self, index: int) -> int:
         """Where the current weights of segment `index` begin in the file, in bytes."""

@@ -1,6 +1,6 @@
 """The hooks that connect a model to its engine, and that disappear from copies of the model.
 
-    forward of the model or of a block  ─▶ BeforeRoot, BeforeForward ─▶ waits for its layers, and measures them
+    forward of the model or of a block  ─▶ _Calls, BeforeForward     ─▶ waits for its layers, and measures them
     FSDP2 gathers a group's shards      ─▶ OnGather                  ─▶ waits on the stream that reads them, and
                                                                         measures where modules use what was gathered
     any other use of a parameter        ─▶ Watched, BeforeUse        ─▶ waits for this parameter
@@ -220,22 +220,17 @@ for _hook in (BeforeForward, BeforeEvaluation, AfterForward):
     skip_code(_hook.__call__.__code__)
 
 
-class BeforeRoot(_Hook["Engine"]):
-    """Forward pre-hook of the whole model: waits for the parameters that no other pre-hook covers."""
+class _Calls(_Hook[Any]):
+    """Calls a function with its target, and with what the hook gets."""
+
+    def __init__(self, target: Any, call: Callable[..., object] = lambda *args: None) -> None:
+        super().__init__(target)
+        self._call = call
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if (engine := self.target) is not None:
-            engine.before_root()
-
-
-class AfterRoot(_Hook["Reads"]):
-    """Forward hook of the whole model: refuses a second backward through its output before `step()`."""
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (reads := self.target) is not None:
-            reads.leave_root(output)
+    def __call__(self, *args: Any) -> None:
+        if (target := self.target) is not None:
+            self._call(target, *args)
 
 
 class BeforeUse(_Hook["Uses"]):
@@ -267,18 +262,10 @@ class OnGradient(_Hook["Backward"]):
                 backward.on_gradient(self._parameter, tensor)
 
 
-class BeforeStateDict(_Hook["Engine"]):
-    def __call__(self, *args: Any) -> None:
-        if (engine := self.target) is not None:
-            engine.synchronize()
-
-
-class BeforeLoadStateDict(_Hook["Engine"]):
-    def __call__(self, *args: Any) -> None:
-        if (engine := self.target) is not None:
-            engine.before_load("model.load_state_dict()")
-            engine.synchronize()
-            engine.uses.forget_copies()
+def _before_loading(engine: Engine, *args: Any) -> None:
+    engine.before_load("model.load_state_dict()")
+    engine.synchronize()
+    engine.uses.forget_copies()
 
 
 class _OursLeftOut:
@@ -373,8 +360,12 @@ def attach(
                 hang(encoder.register_forward_pre_hook, BeforeEvaluation(reads, first), prepend=True)
                 hang(encoder.register_forward_hook, AfterForward(reads, first), always_call=True)
         for root in roots(model):
-            hang(root.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
-            hang(root.register_forward_hook, AfterRoot(reads), always_call=True)
+            # It waits for the parameters that no other pre-hook covers.
+            hang(root.register_forward_pre_hook, _Calls(engine, lambda engine, *_: engine.before_root()), prepend=True)
+            # It refuses a second backward through the output before `step()`.
+            hang(
+                root.register_forward_hook, _Calls(reads, lambda reads, *of: reads.leave_root(of[-1])), always_call=True
+            )
         for known in parameters:
             hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine.backward, known))
         hooks.append(before_use := BeforeUse(engine.uses))
@@ -383,8 +374,8 @@ def attach(
             known.watch_with(watched[type(known.parameter)])
         modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]  # all frozen
         for module in modules:
-            hang(module.register_state_dict_pre_hook, BeforeStateDict(engine))
-            hang(module.register_load_state_dict_pre_hook, BeforeLoadStateDict(engine))
+            hang(module.register_state_dict_pre_hook, _Calls(engine, lambda engine, *_: engine.synchronize()))
+            hang(module.register_load_state_dict_pre_hook, _Calls(engine, _before_loading))
         left_out.append(_leave_out(model, {handle.id for handle in handles}))
     except BaseException:
         detach()

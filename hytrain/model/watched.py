@@ -69,7 +69,8 @@ class Watched:
                 if func == _DATA:
                     return args[0].detach()  # the same tensor, but autograd counts what is written to it
             result = func(*args, **(kwargs or {}))
-            if _is_in_place_foreach(func):
+            name: str = getattr(func, "__name__", "")
+            if name.startswith("_foreach_") and name.endswith("_"):
                 for parameter in filter(is_distributed, _found_in(args[:1])):
                     count_write(parameter)  # torch does not, of DTensors
             return result
@@ -152,11 +153,6 @@ def _answers(kind: Any) -> bool:
     """Whether torch would ask this class: of a watched one, the parameter's own."""
     own = kind.plain if issubclass(kind, Watched) else kind
     return own.__torch_function__ is not torch._C._disabled_torch_function_impl
-
-
-def _is_in_place_foreach(func: Any) -> bool:
-    name: str = getattr(func, "__name__", "")
-    return name.startswith("_foreach_") and name.endswith("_")
 
 
 def _found_in(values: Iterable[Any]) -> Iterator[Any]:
