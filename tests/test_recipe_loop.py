@@ -35,15 +35,12 @@ from hytrain.readable import format_cores
 from hytrain.recipe import checkpoint, config, loop, report
 from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
-from hytrain.recipe.divergence import Divergence
 from hytrain.recipe.ending import Ended, Ending
-from hytrain.recipe.journal import History
+from hytrain.recipe.journal import Divergence, History, Readout
 from hytrain.recipe.model import decay_groups
-from hytrain.recipe.optimizer import Process
+from hytrain.recipe.optimizer import Process, factors
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress, Speed
-from hytrain.recipe.readout import Readout
-from hytrain.recipe.schedule import factors
 from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.saved import latest

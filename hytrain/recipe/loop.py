@@ -22,11 +22,10 @@ from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.journal import History, Journal
-from hytrain.recipe.optimizer import Factory, hytrain_optimizer
+from hytrain.recipe.optimizer import Factory, factors, hytrain_optimizer, scheduler
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress
 from hytrain.recipe.report import Summary
-from hytrain.recipe.schedule import factors, scheduler
 from hytrain.recipe.task import Task, assemble
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.ranks import Ranks

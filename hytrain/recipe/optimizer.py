@@ -1,4 +1,4 @@
-"""The optimizer that a recipe asks for."""
+"""The optimizer that a recipe asks for, and its learning rate: linear warm-up, then one of Transformers' schedules."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from hytrain.checks import muon_groups
+from hytrain.errors import ConfigError
 from hytrain.optimizer import Optimizer
+from hytrain.recipe import config
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.model import decay_groups
 
@@ -50,3 +54,34 @@ def _split(groups: list[dict[str, Any]], of_muon: list[dict[str, Any]]) -> list[
         for use_muon in (True, False)
     ]
     return [half for half in halves if half["params"]]
+
+
+def factors(train: config.Train) -> Callable[[int], float]:
+    """The learning rate of step number `step` (from 0) as a fraction of `train.lr`.
+
+    Raises ConfigError if `train.schedule_options` do not fit the schedule.
+    """
+    warmup = train.warmup_steps
+    try:
+        library = get_scheduler(
+            train.schedule, torch.optim.SGD([torch.zeros(1)], lr=train.lr), warmup, train.length, train.schedule_options
+        )
+        shape: Callable[[int], float] = library.lr_lambdas[0]
+        shape(warmup)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"train.schedule_options do not fit train.schedule: {train.schedule}: {error}.") from None
+    floor = train.min_lr / train.lr
+
+    def fraction(step: int) -> float:
+        if step < warmup:  # Transformers' own warm-up has a learning rate of 0 in the first step
+            return (step + 1) / warmup
+        return floor + (1 - floor) * shape(min(step, train.length))
+
+    return fraction
+
+
+def scheduler(optimizer: torch.optim.Optimizer, train: config.Train, start: int) -> LambdaLR:
+    """A scheduler after `start` finished steps. The rate depends on the step alone, so there is no state to save."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = train.lr
+    return LambdaLR(optimizer, factors(train), last_epoch=start - 1)
