@@ -45,13 +45,14 @@ class ArenaPlanes:
     def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False) -> None:
         """Map the file, and pin `weights`. Raises `CapacityError` if that cannot be; then the file is closed."""
         self._file, self._transfers = file, transfers
-        self._holds_gradients = self._state_is_pinned = False
-        self._mapping: Mapping | None = None
+        self._pinned, self._pinning = set[str](), threading.Lock()  # a handover pins on its own thread
         layout = file.layout
         self.memory = Memory(file.descriptor, layout.shared_nbytes)  # with the weights, for other processes
+        grads, shared, end = layout.plane_nbytes["grads"], layout.shared_nbytes, layout.nbytes
+        self._ranges = {"grads": (0, grads), "weights": (grads, shared - grads), "state": (shared, end - shared)}
         try:
             self._mapping = Mapping(file.descriptor, layout.nbytes)
-            transfers.pin(*self._weights_range(), gently=gently)
+            self._pin("weights", gently=gently)
         except BaseException as error:
             file.close()
             if isinstance(error, OSError):
@@ -59,7 +60,6 @@ class ArenaPlanes:
             raise
         self._parts: dict[tuple[str, int], Tensor | None] = {}  # of the state, by bank and segment
         self._states: dict[str, list[Tensor | None]] = {}  # those of the current banks, by plane
-        self._pinning = threading.Lock()  # a handover pins on its own thread
         self.grads = self._views("grads")
         self._weights = [self._views(bank_plane("weights", bank)) for bank in range(layout.banks)]
         self.banks = (0,) * len(layout.handles["grads"])
@@ -94,50 +94,40 @@ class ArenaPlanes:
 
     def hold_gradients(self, *, gently: bool = True) -> None:
         """Give `grads` memory, and pin it. Raises `CapacityError` if that cannot be."""
-        if not self._holds_gradients:
-            start, nbytes = self._grads_range()
-            self._mapped.populate(nbytes)
-            self._transfers.pin(start, nbytes, gently=gently)
-            self._holds_gradients = True
+        self._pin("grads", gently=gently)
 
     def drop_gradients(self) -> None:
         """Free the memory of `grads`. The last update from it must be over."""
-        if self._holds_gradients:
-            self._holds_gradients = False
-            self._transfers.unpin(*self._grads_range())
-            free_pages(self._file.descriptor, 0, self._file.layout.plane_nbytes["grads"])
-
-    @property
-    def _mapped(self) -> Mapping:
-        assert self._mapping is not None, "not closed"
-        return self._mapping
-
-    def _grads_range(self) -> tuple[int, int]:
-        return self._mapped.address, self._file.layout.plane_nbytes["grads"]
-
-    def _weights_range(self) -> tuple[int, int]:
-        start, nbytes = self._grads_range()
-        return start + nbytes, self._file.layout.shared_nbytes - nbytes
+        if self._unpin("grads"):
+            free_pages(self._file.descriptor, *self._ranges["grads"])
 
     def pin_state(self, *, gently: bool = True) -> None:
         """Pin the state planes, for a handover or for visits, so that they are copied at the link's full speed.
 
         Raises `CapacityError` if they cannot be pinned.
         """
-        with self._pinning:
-            if not self._state_is_pinned:
-                self._transfers.pin(*self._state_range(), gently=gently)
-                self._state_is_pinned = True
+        self._pin("state", gently=gently)
 
     def unpin_state(self) -> None:
-        with self._pinning:
-            if self._state_is_pinned:
-                self._transfers.unpin(*self._state_range())
-                self._state_is_pinned = False
+        self._unpin("state")
 
-    def _state_range(self) -> tuple[int, int]:
-        layout = self._file.layout
-        return self._mapped.address + layout.shared_nbytes, layout.nbytes - layout.shared_nbytes
+    def _pin(self, what: str, *, gently: bool) -> None:
+        start, nbytes = self._ranges[what]
+        with self._pinning:
+            if what not in self._pinned:
+                if what == "grads":
+                    self._mapping.populate(nbytes)
+                self._transfers.pin(self._mapping.address + start, nbytes, gently=gently)
+                self._pinned.add(what)
+
+    def _unpin(self, what: str) -> bool:
+        """Whether it was pinned."""
+        start, nbytes = self._ranges[what]
+        with self._pinning:
+            if was_pinned := what in self._pinned:
+                self._pinned.remove(what)
+                self._transfers.unpin(self._mapping.address + start, nbytes)
+        return was_pinned
 
     def free_state(self) -> None:
         """Free the memory of the state planes for good, unless somebody has a view of one. Nothing else may use them.
@@ -149,17 +139,14 @@ class ArenaPlanes:
         self._parts.clear()
         self._states.clear()
         if not is_viewed:
-            start = self._file.layout.shared_nbytes
-            free_pages(self._file.descriptor, start, self._file.layout.nbytes - start)
+            free_pages(self._file.descriptor, *self._ranges["state"])
 
     def close(self) -> None:
         """Unpin and release the mapping. Its pages stay as long as a view exists."""
-        self.unpin_state()
-        self._transfers.unpin(*self._weights_range())
-        if self._holds_gradients:
-            self._transfers.unpin(*self._grads_range())
+        for what in self._ranges:
+            self._unpin(what)
         self._parts.clear()
-        self._mapping = None
+        del self._mapping
         self.grads, self._weights, self.banks = [], [], ()
         self._file.close()
 
@@ -171,7 +158,7 @@ class ArenaPlanes:
         if handle is None:
             return None
         dtype = DTYPES[handle.dtype]
-        return torch.frombuffer(self._mapped.buffer, dtype=dtype, count=handle.numel, offset=handle.offset)
+        return torch.frombuffer(self._mapping.buffer, dtype=dtype, count=handle.numel, offset=handle.offset)
 
 
 class DevicePlanes:
