@@ -109,19 +109,19 @@ class Unshard:
             return self._plain(async_op)
         modules = torch.cuda.current_stream(group.device) if group.device.type == "cuda" else None
         with self._stream(async_op, 0):
-            for reader in self.readers.values():
+            for reader in [*self.readers.values()]:
                 reader.before_gather(modules)
         result = self._plain(async_op)
         with self._stream(async_op, 1):
-            for reader in self.readers.values():
+            for reader in [*self.readers.values()]:
                 reader.after_gather()
         return result
 
     def wait(self) -> Any:
-        for reader in self.readers.values():
+        for reader in [*self.readers.values()]:
             reader.before_use()
         result = self._plain_wait()
-        for reader in self.readers.values():
+        for reader in [*self.readers.values()]:
             reader.after_use()
         return result
 

@@ -12,7 +12,6 @@ that have a `__torch_function__`, the operation then runs with parameters of the
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -44,6 +43,17 @@ _HARMLESS: Final = {
     torch.is_floating_point, torch.is_complex, torch.is_same_size, torch.numel,
     torch.empty_like, torch.full_like, torch.ones_like, torch.rand_like, torch.randn_like, torch.zeros_like,
 }  # fmt: skip
+
+
+def _of_plain(name: str) -> Any:
+    """A method that looks at the parameter's class, too."""
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        type(self).before_use(self)
+        with _of_plain_classes([self]):
+            return getattr(self, name)(*args, **options)
+
+    return method
 
 
 class Watched:
@@ -86,25 +96,7 @@ class Watched:
             detached.__class__ = type(self)  # type: ignore[assignment]
         return detached
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with self._as_plain() as parameter:
-            return copy.deepcopy(parameter, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with self._as_plain() as parameter:
-            return parameter.__reduce_ex__(protocol)
-
-    def __repr__(self) -> str:
-        with self._as_plain() as parameter:
-            return repr(parameter)
-
-    @contextmanager
-    def _as_plain(self) -> Iterator[Tensor]:
-        """The parameter, for readers that look at its class too."""
-        parameter = cast(Tensor, self)
-        type(self).before_use(parameter)
-        with _of_plain_classes([self]):
-            yield parameter
+    __deepcopy__, __reduce_ex__, __repr__ = map(_of_plain, ("__deepcopy__", "__reduce_ex__", "__repr__"))
 
 
 class _WatchedDTensor(Watched):
@@ -115,18 +107,7 @@ class _WatchedDTensor(Watched):
         detached._local_tensor = local(cast(Tensor, self))  # writes to this rank's part count for the parameter, too
         return cast(Tensor, detached)
 
-    def to_local(self, **options: Any) -> Tensor:
-        return self._used("to_local", **options)
-
-    def full_tensor(self, **options: Any) -> Tensor:
-        return self._used("full_tensor", **options)
-
-    def redistribute(self, *args: Any, **options: Any) -> Tensor:
-        return self._used("redistribute", *args, **options)
-
-    def _used(self, method: str, *args: Any, **options: Any) -> Tensor:
-        with self._as_plain() as parameter:
-            return cast(Tensor, getattr(parameter, method)(*args, **options))
+    to_local, full_tensor, redistribute = map(_of_plain, ("to_local", "full_tensor", "redistribute"))
 
 
 def watched_class(plain: type, before_use: Any) -> type:
