@@ -199,9 +199,8 @@ class Options:
         """Those that are given, and the others' defaults. Raises `ConfigError`."""
         checked = {name: row["check"](name, given.get(name, row["default"])) for name, row in TABLE.items()}
         options = cls(algorithm=algorithm, **checked)
-        for is_wrong, sentence in _wrong_combinations(options):
-            if is_wrong:
-                raise ConfigError(sentence)
+        for sentence in _contradictions(options):
+            raise ConfigError(sentence)
         return options if options.k is None else replace(options, policy="fixed")
 
     def cluster_config(self) -> ClusterConfig:
@@ -241,40 +240,30 @@ class Options:
 TABLE: Final = {option.name: option.metadata for option in fields(Options) if option.metadata}
 
 
-def _wrong_combinations(o: Options) -> Iterator[tuple[bool, str]]:
-    """(Whether options contradict each other, what to say then)."""
-    yield (
-        o.backend == "deepspeed" and o.algorithm.rules != ADAMW.rules,
-        'backend "deepspeed" has AdamW and Adam alone: leave backend out',
-    )
-    yield (
-        bool(o.visit) and (o.k is None or o.k + (o.visit or 0.0) > 1.0),
-        f"visit is {o.visit!r} with k={'auto' if o.k is None else o.k}: give a number for k too, both 1 at most",
-    )
-    yield (
-        o.visit is None and (o.k is not None or o.policy != "deadline"),
-        'visit="auto" needs k="auto" and policy="deadline", which decides both',
-    )
-    yield o.policy == "fixed" and o.k is None, 'policy="fixed" needs a k: a fraction in [0, 1] in place of "auto"'
-    yield (
-        o.clip == "per_layer" and o.max_grad_norm is None,
-        'clip="per_layer" clips nothing without max_grad_norm: pass it too',
-    )
-    yield (
-        o.speculate is not None and not o.awaits_verdict,
-        f"speculate is {o.speculate!r}, but no step waits for the norm of its gradients: pass max_grad_norm "
-        'with clip="global", or on_nonfinite; or leave speculate out',
-    )
-    yield (
-        bool(o.speculate) and not o.overlap,
-        "speculate=True with overlap=False: leave one out, as nothing is updated before step() then",
-    )
-    yield (
-        o.loss_scale == "dynamic" and o.on_nonfinite == "raise",
-        'on_nonfinite="raise" with loss_scale="dynamic", which finds its scale by steps that are not finite: leave '
-        "on_nonfinite out, they are skipped and counted",
-    )
-    yield (
-        bool(o.speculate) and o.loss_scale is not None,
-        "speculate=True with loss_scale: leave one out, as every update needs the verdict's scale then",
-    )
+def _contradictions(o: Options) -> Iterator[str]:
+    """What to say of options that contradict each other."""
+    if o.backend == "deepspeed" and o.algorithm.rules != ADAMW.rules:
+        yield 'backend "deepspeed" has AdamW and Adam alone: leave backend out'
+    if o.visit and (o.k is None or o.k + o.visit > 1.0):
+        k = "auto" if o.k is None else o.k
+        yield f"visit is {o.visit!r} with k={k}: give a number for k too, both 1 at most"
+    if o.visit is None and (o.k is not None or o.policy != "deadline"):
+        yield 'visit="auto" needs k="auto" and policy="deadline", which decides both'
+    if o.policy == "fixed" and o.k is None:
+        yield 'policy="fixed" needs a k: a fraction in [0, 1] in place of "auto"'
+    if o.clip == "per_layer" and o.max_grad_norm is None:
+        yield 'clip="per_layer" clips nothing without max_grad_norm: pass it too'
+    if o.speculate is not None and not o.awaits_verdict:
+        yield (
+            f"speculate is {o.speculate!r}, but no step waits for the norm of its gradients: pass max_grad_norm "
+            'with clip="global", or on_nonfinite; or leave speculate out'
+        )
+    if o.speculate and not o.overlap:
+        yield "speculate=True with overlap=False: leave one out, as nothing is updated before step() then"
+    if o.loss_scale == "dynamic" and o.on_nonfinite == "raise":
+        yield (
+            'on_nonfinite="raise" with loss_scale="dynamic", which finds its scale by steps that are not finite: leave '
+            "on_nonfinite out, they are skipped and counted"
+        )
+    if o.speculate and o.loss_scale is not None:
+        yield "speculate=True with loss_scale: leave one out, as every update needs the verdict's scale then"

@@ -457,8 +457,7 @@ def test_a_checkpoint_that_somebody_has_edited_is_refused_before_anything_is_loa
         with pytest.raises(ConfigError, match=f"is damaged: trainer_state.json: {told}"):
             runs.train("run", "train.resume=latest")
     assert len(runs.optimizers) == made
-    state = json.loads(whole)
-    edited(json.dumps({**state, "random": state["random"][0]}))  # as before there were several ranks
+    edited(whole)
     runs.train("run", "train.resume=latest", "train.stop_at=5")
 
 

@@ -358,9 +358,8 @@ def restore(folder: Path, opt: Optimizer, job: Job) -> int:
         _log.warning("%s was saved with %s: the bits may differ from here on", folder.name, ", ".join(sorted(others)))
     with locked(folder, shared=True):  # the run that has saved it may go on, and removes its oldest
         opt.load(folder / OPTIMIZER_FOLDER)
-    randoms = state.random if isinstance(state.random, list) else [state.random]
-    if len(randoms) == job.ranks.world:
-        randoms[job.ranks.rank].set()
+    if len(state.random) == job.ranks.world:
+        state.random[job.ranks.rank].set()
     else:
         torch.manual_seed(job.seed(state.recipe["run"]["seed"], state.step))
     return state.step
@@ -415,12 +414,12 @@ class _Random(BaseModel):
 
 
 class _State(BaseModel):
-    """The content of `STATE_FILE`. `random` is of each rank; before there were several, it was that of one."""
+    """The content of `STATE_FILE`. `random` is of each rank."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     step: int = Field(ge=0)
-    random: list[_Random] | _Random
+    random: list[_Random]
     recipe: dict[str, Any]
     run: str | None = None
     parent: str | None = None
