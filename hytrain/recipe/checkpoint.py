@@ -16,7 +16,6 @@ The loop calls `begin` and `save`; at the start of a resumed run it calls `find`
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import random
@@ -377,20 +376,23 @@ def _lines(run_dir: Path, folders: list[Path]) -> list[str]:
     return [folder.name if folder.parent == own else str(folder) for folder in folders]
 
 
+_STRICT = ConfigDict(frozen=True, strict=True, ser_json_bytes="base64", val_json_bytes="base64")
+
+
 class _Random(BaseModel):
     """The random generators of a rank. They are tried out as they are read, so that `set` does not fail."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", **_STRICT)
 
     python: tuple[int, list[int], float | None]
-    torch: str
-    cuda: str | None = None
+    torch: bytes
+    cuda: bytes | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         try:
             random.Random().setstate(self._of_python)
-            torch.Generator().set_state(_decoded(self.torch))
+            torch.Generator().set_state(_tensor(self.torch))
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"no generator has this state: {error}") from None
         return self
@@ -398,14 +400,14 @@ class _Random(BaseModel):
     @classmethod
     def now(cls) -> Self:
         version, words, gauss = random.getstate()
-        cuda = _encoded(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None
-        return cls(python=(version, list(words), gauss), torch=_encoded(torch.get_rng_state()), cuda=cuda)
+        cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None
+        return cls(python=(version, list(words), gauss), torch=torch.get_rng_state().numpy().tobytes(), cuda=cuda)
 
     def set(self) -> None:
         random.setstate(self._of_python)
-        torch.set_rng_state(_decoded(self.torch))
+        torch.set_rng_state(_tensor(self.torch))
         if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(_decoded(self.cuda))
+            torch.cuda.set_rng_state(_tensor(self.cuda))
 
     @property
     def _of_python(self) -> tuple[Any, ...]:
@@ -416,7 +418,7 @@ class _Random(BaseModel):
 class _State(BaseModel):
     """The content of `STATE_FILE`. `random` is of each rank."""
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    model_config = _STRICT
 
     step: int = Field(ge=0)
     random: list[_Random]
@@ -448,9 +450,5 @@ def _read(folder: Path) -> _State:
     raise ConfigError(f"The checkpoint {folder} is damaged: {STATE_FILE}: {why}; resume from another.")
 
 
-def _encoded(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
-
-
-def _decoded(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+def _tensor(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -27,7 +27,6 @@ from hytrain.tensors import Spans, local, spans
 
 #: Of which save a file is, and which part of an array each of its shards is.
 SAVE, OFFSETS = "HYTRAIN_SAVE", "DCP_SHARDING_INFO"
-_DTYPES: Final = {name: dtype for dtype, name in tensor_file.DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,9 @@ class Shards:
                 for name in file.keys():  # noqa: SIM118
                     found = file.get_slice(name)
                     at = zip(offsets[name]["saved_offsets"], found.get_shape(), strict=True)
-                    shard = _Shard(path, _DTYPES[found.get_dtype()], tuple((begin, begin + size) for begin, size in at))
+                    shard = _Shard(
+                        path, tensor_file.NAMED[found.get_dtype()], tuple((begin, begin + size) for begin, size in at)
+                    )
                     self._of.setdefault(name, []).append(shard)
 
     def dtype(self, name: str, like: Tensor) -> torch.dtype | None:
