@@ -115,7 +115,7 @@ class Visits:
                 arrival = transfers.fetch(pairs, after=[slot.returned] if after is None else [slot.returned, after])
                 transfers.land(arrival)
                 each.run(here, host, verdict, part)
-                home = visit.home if each.writes_weights else None
+                home = visit.home if "remainder" in each.uses else None
                 back = [] if home is None else [(home[part], each.weights[part])]
                 slot.returned = returned = transfers.send_back([*[(a, h) for h, a in pairs], *back])
                 after = None  # one stream fetches, in order
