@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence, Set
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import partial
 from typing import Any, Final
 
@@ -59,14 +59,13 @@ HANG_GRACE_S: Final = 15.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class Site:
     """Where and with what a session trains, at its start and whenever it builds anew. It refers to the model weakly.
 
     `first` has the parameters' first values that are not on the `device` yet. `stage` is that of a pipeline.
     """
 
-    model_of: Callable[[], nn.Module | None]
+    _model_of: Callable[[], nn.Module | None]
     options: Options
     groups: Groups
     ranks: Ranks
@@ -80,7 +79,7 @@ class Site:
 
     @property
     def model(self) -> nn.Module:
-        model = self.model_of()
+        model = self._model_of()
         assert model is not None, "the optimizer keeps it"
         return model
 
