@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Final, Self, TypedDict
 
 import torch
@@ -106,6 +107,10 @@ def _fraction(name: str, given: Any) -> float | None:
     return float(given)
 
 
+def _is_whole(least: int, given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given >= least
+
+
 def _is_scale(given: Any) -> bool:
     return given in (None, "dynamic") or not (isinstance(given, bool | str) or not 1e-20 <= given <= 1e20)
 
@@ -141,11 +146,7 @@ class Options:
     algorithm: Algorithm
     updates: str = _option("auto", OneOf(("auto", "backward", "step"), '{} is {!r}: "auto", "backward" or "step"'))
     grad_accumulation: int = _option(
-        1,
-        _checked(
-            lambda given: isinstance(given, int) and not isinstance(given, bool) and given >= 1,
-            "{} is {!r}: a whole number of backwards, from 1 on",
-        ),
+        1, _checked(partial(_is_whole, 1), "{} is {!r}: a whole number of backwards, from 1 on")
     )
     accumulate_on: str = _option(
         "auto", OneOf(("auto", "device", "host"), '{} is {!r}: "device", "host", or "auto" for either')
@@ -186,10 +187,7 @@ class Options:
     trace: bool | None = _option(None)
     check: int | None = _option(
         None,
-        _checked(
-            lambda given: given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 0),
-            "{} is {!r}: a whole number of steps, from 0 on",
-        ),
+        _checked(lambda given: given is None or _is_whole(0, given), "{} is {!r}: a whole number of steps, from 0 on"),
     )
     pipeline_group: ProcessGroup | None = _option(None)
     log_to: Sequence[str] = _option(())
