@@ -2,7 +2,7 @@
 
 `optim` has a class for each. `protocol.rules` says what each update keeps, `kernels` what it computes.
 
-    param_groups ─ check, when they are given ─▶ read, at a step's first gradient ─▶ Hyper ─▶ `kernels.scalars`
+    param_groups ─ check, when they are given ─▶ hyper, at a step's first gradient ─▶ Hyper ─▶ `kernels.scalars`
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -20,6 +21,10 @@ from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.tensors import local
 from protocol.rules import MOMENTS, AdamWHyper, Hyper, LionHyper, MuonHyper, SGDHyper
 
+#: Hyperparameters of several parts, and what updates call these.
+_PARTS: Final = {"betas": ("beta1", "beta2"), "ns_coefficients": ("a", "b", "c")}
+#: By the names of types, as annotations have them.
+_KINDS: Final[dict[str, Callable[[Any], Any]]] = {"float": float, "bool": bool, "int": int, "str": str}
 #: Said where the state that an update keeps would have to come or go.
 MOMENTUM: Final = (
     "the momentum of a parameter group has become 0, or is 0 no longer, but only an update with momentum has a buffer: "
@@ -32,13 +37,12 @@ class Algorithm:
     """One optimizer. `name` is that of its class, `rules` are those that its hyperparameters choose from.
 
     `numbers`, `signed`, `flags`: the hyperparameters of a group that are numbers from 0 on, any numbers, and True or
-    False. `has_betas`: whether a group has `betas` besides. `others`: further ones. `check_others` checks these, and
-    which ones fit together, as `check` does.
+    False. `others`: further ones. `check_others` checks these, and which ones fit together, as `check` does. `reads`:
+    what updates read of all these, and `fixed` what they read besides.
     `counts_steps`: whether torch's state has the number of each parameter's updates. HyTrain's always has.
     `not_offered`: options of torch's class of which HyTrain has only the default. `implementations`: those that choose
     one of torch's, which HyTrain takes and ignores. Other keys are allowed: schedulers keep theirs.
     `as_torch`: what else a group of torch's class has, so that it continues with the same arithmetic.
-    `read`: the hyperparameters of a group.
     `wrong`: what is wrong with a group of another optimizer that is loaded, or None.
     `beside`: the algorithm of the groups with `use_muon=False`, where groups have that key.
     `rule_changed`: what is said if a group's rule has become another.
@@ -46,17 +50,17 @@ class Algorithm:
 
     name: str
     rules: tuple[str, ...]
+    reads: type[Hyper]
     numbers: tuple[str, ...]
     flags: tuple[str, ...]
-    has_betas: bool
-    counts_steps: bool
-    not_offered: tuple[str, ...]
-    implementations: tuple[str, ...]
-    as_torch: Mapping[str, Any]
-    read: Callable[[Mapping[str, Any]], Hyper]
-    wrong: Callable[[Mapping[str, Any]], str | None]
     signed: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    counts_steps: bool = False
+    not_offered: tuple[str, ...] = ()
+    implementations: tuple[str, ...] = ()
+    as_torch: Mapping[str, Any] = field(default_factory=dict)
+    wrong: Callable[[Mapping[str, Any]], str | None] = lambda group: None
     check_others: Callable[[Mapping[str, Any]], None] = lambda group: None
     beside: Algorithm | None = None
     rule_changed: str = MOMENTUM
@@ -68,7 +72,11 @@ class Algorithm:
     @property
     def hyperparameters(self) -> tuple[str, ...]:
         """All of a group's."""
-        return (*self.numbers, *self.signed, *self.flags, *(("betas",) if self.has_betas else ()), *self.others)
+        return (*self.numbers, *self.signed, *self.flags, *self.others)
+
+    @property
+    def has_betas(self) -> bool:
+        return "betas" in self.others
 
     @property
     def moments(self) -> set[str]:
@@ -77,7 +85,14 @@ class Algorithm:
 
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
         """The hyperparameters of a group."""
-        return self.of(group).read(group)
+        algorithm = self.of(group)
+        found = {**{name: group[name] for name in algorithm.hyperparameters}, **algorithm.fixed}
+        for name, parts in _PARTS.items():
+            found.update(zip(parts, found.pop(name, ()), strict=False))
+        if "adjust_lr_fn" in found:
+            found["adjust"] = found.pop("adjust_lr_fn") or "original"
+        kinds = {each.name: _KINDS[str(each.type)] for each in fields(algorithm.reads)}
+        return algorithm.reads(**{name: kinds[name](value) for name, value in found.items()})
 
     def current(self, groups: Sequence[Mapping[str, Any]]) -> tuple[Hyper, ...]:
         """The hyperparameters that groups have now. Raises `UsageError` for some that cannot be."""
@@ -150,21 +165,6 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def _read_adamw(group: Mapping[str, Any]) -> AdamWHyper:
-    return AdamWHyper(
-        lr=float(group["lr"]),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        maximize=bool(group["maximize"]),
-    )
-
-
-def _no_adamw(group: Mapping[str, Any]) -> str | None:
-    return _no_adam(group, decoupled=True)
-
-
 def _no_adam(group: Mapping[str, Any], *, decoupled: bool = False) -> str | None:
     name, other = ("AdamW", "Adam") if decoupled else ("Adam", "AdamW")
     if group.get("amsgrad"):
@@ -177,9 +177,10 @@ def _no_adam(group: Mapping[str, Any], *, decoupled: bool = False) -> str | None
 ADAMW: Final = Algorithm(
     name="AdamW",
     rules=("adamw",),
+    reads=AdamWHyper,
     numbers=("lr", "eps", "weight_decay"),
     flags=("maximize",),
-    has_betas=True,
+    others=("betas",),
     counts_steps=True,
     not_offered=("amsgrad", "capturable", "differentiable"),
     implementations=("foreach", "fused"),
@@ -191,28 +192,16 @@ ADAMW: Final = Algorithm(
         "fused": True,
         "decoupled_weight_decay": True,
     },
-    read=_read_adamw,
-    wrong=_no_adamw,
+    wrong=partial(_no_adam, decoupled=True),
 )
 ADAM: Final = replace(
     ADAMW,
     name="Adam",
     not_offered=(*ADAMW.not_offered, "decoupled_weight_decay"),
     as_torch={**ADAMW.as_torch, "decoupled_weight_decay": False},
-    read=lambda group: replace(_read_adamw(group), decoupled=False),
+    fixed={"decoupled": False},
     wrong=_no_adam,
 )
-
-
-def _read_sgd(group: Mapping[str, Any]) -> SGDHyper:
-    return SGDHyper(
-        lr=float(group["lr"]),
-        momentum=float(group["momentum"]),
-        dampening=float(group["dampening"]),
-        weight_decay=float(group["weight_decay"]),
-        nesterov=bool(group["nesterov"]),
-        maximize=bool(group["maximize"]),
-    )
 
 
 def _check_sgd(group: Mapping[str, Any]) -> None:
@@ -223,60 +212,26 @@ def _check_sgd(group: Mapping[str, Any]) -> None:
 SGD: Final = Algorithm(
     name="SGD",
     rules=("sgd", "sgd_momentum"),
+    reads=SGDHyper,
     numbers=("lr", "momentum", "weight_decay"),
     signed=("dampening",),
     flags=("nesterov", "maximize"),
-    has_betas=False,
-    counts_steps=False,
     not_offered=("differentiable",),
     implementations=("foreach", "fused"),
     as_torch={"foreach": None, "differentiable": False, "fused": None},
-    read=_read_sgd,
-    wrong=lambda group: None,
     check_others=_check_sgd,
 )
-
-
-def _read_lion(group: Mapping[str, Any]) -> LionHyper:
-    return LionHyper(
-        lr=float(group["lr"]),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        weight_decay=float(group["weight_decay"]),
-        maximize=bool(group["maximize"]),
-    )
 
 
 #: Published without a class of torch.
 LION: Final = Algorithm(
     name="Lion",
     rules=("lion",),
+    reads=LionHyper,
     numbers=("lr", "weight_decay"),
     flags=("maximize",),
-    has_betas=True,
-    counts_steps=False,
-    not_offered=(),
-    implementations=(),
-    as_torch={},
-    read=_read_lion,
-    wrong=lambda group: None,
+    others=("betas",),
 )
-
-
-def _read_muon(group: Mapping[str, Any]) -> MuonHyper:
-    a, b, c = map(float, group["ns_coefficients"])
-    return MuonHyper(
-        lr=float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
-        momentum=float(group["momentum"]),
-        nesterov=bool(group["nesterov"]),
-        a=a,
-        b=b,
-        c=c,
-        eps=float(group["eps"]),
-        ns_steps=int(group["ns_steps"]),
-        adjust=group["adjust_lr_fn"] or "original",
-    )
 
 
 def _check_muon(group: Mapping[str, Any]) -> None:
@@ -304,15 +259,10 @@ def _check_muon(group: Mapping[str, Any]) -> None:
 MUON: Final = Algorithm(
     name="Muon",
     rules=("muon",),
+    reads=MuonHyper,
     numbers=("lr", "eps", "momentum", "weight_decay"),
     flags=("nesterov",),
-    has_betas=False,
-    counts_steps=False,
     not_offered=("maximize",),
-    implementations=(),
-    as_torch={},
-    read=_read_muon,
-    wrong=lambda group: None,
     others=("ns_coefficients", "ns_steps", "adjust_lr_fn"),
     check_others=_check_muon,
     beside=ADAMW,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence, Set
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from functools import partial
 from typing import Any, Final
 
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.checks import Groups
-from hytrain.errors import BackendUnavailable, UnsupportedError
+from hytrain.errors import UnsupportedError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.torch_backend import vectors
-from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, host_free, require_host_memory, second_bank_fits
+from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, host_free, require_host_memory
 from hytrain.memory.transfer import transfers_for
 from hytrain.memory.visits import ring_bytes
 from hytrain.model import fsdp
@@ -59,14 +59,13 @@ HANG_GRACE_S: Final = 15.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class Site:
     """Where and with what a session trains, at its start and whenever it builds anew. It refers to the model weakly.
 
     `first` has the parameters' first values that are not on the `device` yet. `stage` is that of a pipeline.
     """
 
-    model_of: Callable[[], nn.Module | None]
+    _model_of: Callable[[], nn.Module | None]
     options: Options
     groups: Groups
     ranks: Ranks
@@ -80,7 +79,7 @@ class Site:
 
     @property
     def model(self) -> nn.Module:
-        model = self.model_of()
+        model = self._model_of()
         assert model is not None, "the optimizer keeps it"
         return model
 
@@ -134,8 +133,10 @@ class Build:
         gates = build_gates(self.layers, parts)
         blocks = find_blocks(site.model)
         self.blocks = [] if options.offload_weights == 0.0 else offloadable_blocks(gates, blocks)
-        if options.offload_activations:
-            mark_blocks(gates, blocks)
+        if options.offload_activations:  # without blocks, all modules count as blocks; and so do FSDP2's groups
+            ids = {id(block) for block in blocks}
+            for reader, gate in gates:
+                gate.is_block = not ids or id(reader) in ids or not isinstance(reader, nn.Module)
         for known in self.parameters:
             for layer, index in known.places if known.parameter in site.first else ():
                 segment = layer.segments[index]
@@ -162,7 +163,7 @@ class Build:
         if not (options.may_speculate and (options.speculate or not must_visit)):
             return
         double = [layout(layer.spec, banks=2) for layer in layers]
-        if second_bank_fits(double, options.k, limit, ranks):
+        if host_bytes(double, options.k or 0.0) <= host_bound(limit, ranks):  # with "auto" it is not worth a larger k
             for layer, placed in zip(layers, double, strict=True):
                 layer.layout = placed
             return
@@ -215,6 +216,8 @@ class Build:
         """What coordinator and optimizer need to know, before an engine takes its first step."""
         site, options = self._site, self._site.options
         layers = tuple(layer.spec for layer in self.layers)
+        free = site.memory.for_state_bytes()  # also for weights of blocks that can be offloaded, which are there by now
+        there = sum(known.own.nbytes for b in self.blocks for known in b.parameters if has_memory(known.own))
         return LayerTable(
             layers=layers,
             inbox=inbox,
@@ -225,7 +228,7 @@ class Build:
             speculate=options.speculate if self.layers[0].layout.banks == 2 else False,
             k=options.k,
             backend=options.backend,
-            gpu_bytes=self._first_bytes(),
+            gpu_bytes=None if free is None else free + there,
             host_bytes=self._host_bytes,
             continues=continues,
             rank=site.ranks.rank,
@@ -239,12 +242,6 @@ class Build:
             in_step=site.accumulation.timing.in_step,
             gpu=environment.gpu_uuid(site.device),
         )
-
-    def _first_bytes(self) -> int | None:
-        """The GPU memory for state, and for weights of blocks that can be offloaded, before a step was measured."""
-        free = self._site.memory.for_state_bytes()
-        there = sum(known.own.nbytes for b in self.blocks for known in b.parameters if has_memory(known.own))
-        return None if free is None else free + there
 
     def fill(self, engine: Engine, plan: Plan) -> None:
         """Start the engine with its first plan. First values come to the device, but for blocks that stay away."""
@@ -282,13 +279,11 @@ def _host_backend(name: str) -> Backend:
 
     The native backend gets a single thread: more OpenMP threads would compete with torch's for the cores.
     """
-    if name in ("auto", "native"):
-        try:
-            return choice.load("native", 1)[0]
-        except BackendUnavailable:
-            if name == "native":
-                raise
-    return choice.load("torch" if name == "auto" else name, torch.get_num_threads())[0]
+    threads = torch.get_num_threads()
+    backend, _ = choice.load(name, 1)
+    if backend.name != "native":
+        backend.threads = threads
+    return backend
 
 
 def build_layers(
@@ -342,13 +337,6 @@ def build_gates(layers: list[TrainedLayer], parts: list[ModelLayer]) -> list[tup
         gate.parameters = [known for known in gate.parameters if id(known.parameter) in ids]
         gates.append((reader, gate))
     return gates
-
-
-def mark_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module]) -> None:
-    """Tell the gates of `blocks`; without any, and for readers that are no modules, all count as blocks."""
-    ids = {id(block) for block in blocks}
-    for reader, gate in gates:
-        gate.is_block = not ids or id(reader) in ids or not isinstance(reader, nn.Module)
 
 
 def _check_memory(parameters: list[TrainedParameter], before: Sequence[TrainedParameter]) -> None:

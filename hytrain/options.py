@@ -1,4 +1,4 @@
-"""The options of every optimizer, each once: its name, default, check and meaning.
+"""The options of every optimizer, each once: its name, default and check. docs/options.md says what each one means.
 
     hytrain.AdamW(model, k=0.3, …) ─▶ Options.of ─▶ session, engine        or a `ConfigError`, which says what to do
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Final, Self, TypedDict
 
 import torch
@@ -106,6 +107,10 @@ def _fraction(name: str, given: Any) -> float | None:
     return float(given)
 
 
+def _is_whole(least: int, given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given >= least
+
+
 def _is_scale(given: Any) -> bool:
     return given in (None, "dynamic") or not (isinstance(given, bool | str) or not 1e-20 <= given <= 1e20)
 
@@ -129,9 +134,9 @@ def _device(name: str, given: Any) -> torch.device | None:
 _flag = _checked(lambda given: isinstance(given, bool), "{} is {!r}: True or False")
 
 
-def _option(default: Any, meaning: str, check: Callable[[str, Any], Any] = lambda name, given: given) -> Any:
+def _option(default: Any, check: Callable[[str, Any], Any] = lambda name, given: given) -> Any:
     """A row of the table. `check` returns what is kept of a value that is given."""
-    return field(metadata={"default": default, "meaning": meaning, "check": check})
+    return field(metadata={"default": default, "check": check})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,153 +144,61 @@ class Options:
     """The options of an optimizer, checked, in the order of docs/options.md. Fractions are None for "auto"."""
 
     algorithm: Algorithm
-    updates: str = _option(
-        "auto",
-        'when a step\'s updates begin: in its last `"backward"`, or in `"step"`, as torch\'s do, so that gradients can '
-        'be read and changed until then. `"auto"`: in `step()` if the loop does something between backward and it in '
-        "its first two steps, else in backward",
-        OneOf(("auto", "backward", "step"), '{} is {!r}: "auto", "backward" or "step"'),
-    )
+    updates: str = _option("auto", OneOf(("auto", "backward", "step"), '{} is {!r}: "auto", "backward" or "step"'))
     grad_accumulation: int = _option(
-        1,
-        "how many backwards make a step; divide the loss by it yourself",
-        _checked(
-            lambda given: isinstance(given, int) and not isinstance(given, bool) and given >= 1,
-            "{} is {!r}: a whole number of backwards, from 1 on",
-        ),
+        1, _checked(partial(_is_whole, 1), "{} is {!r}: a whole number of backwards, from 1 on")
     )
     accumulate_on: str = _option(
-        "auto",
-        'where the sums of gradients are kept, 4 bytes per parameter: `"device"`, `"host"`, or `"auto"` for the '
-        "device if it has room",
-        OneOf(("auto", "device", "host"), '{} is {!r}: "device", "host", or "auto" for either'),
+        "auto", OneOf(("auto", "device", "host"), '{} is {!r}: "device", "host", or "auto" for either')
     )
     max_grad_norm: float | None = _option(
         None,
-        "clip the gradients' norm to this; `None` does not clip",
         _checked(
             lambda given: given is None or (is_number(given) and given > 0), "{} is {!r}: a number above 0, or None"
         ),
     )
-    clip: str = _option(
-        "global",
-        'which norm is clipped: that of all gradients, or `"per_layer"`, which is a different algorithm',
-        OneOf(("global", "per_layer"), '{} is {!r}: "global" or "per_layer"'),
-    )
-    on_nonfinite: str | None = _option(
-        None,
-        'what to do with gradients that contain inf or NaN: `"skip"` the step, `"raise"`, or `None` to train on '
-        "as torch does",
-        OneOf((None, "skip", "raise"), '{} is {!r}: "skip", "raise" or None'),
-    )
+    clip: str = _option("global", OneOf(("global", "per_layer"), '{} is {!r}: "global" or "per_layer"'))
+    on_nonfinite: str | None = _option(None, OneOf((None, "skip", "raise"), '{} is {!r}: "skip", "raise" or None'))
     speculate: bool | None = _option(
-        None,
-        "whether the CPU updates before the norm is known, and undoes the update if it was wrong; `None` lets the "
-        "coordinator decide by measurement, and waits with Muon",
-        _checked(lambda given: given is None or isinstance(given, bool), "{} is {!r}: True, False or None"),
+        None, _checked(lambda given: given is None or isinstance(given, bool), "{} is {!r}: True, False or None")
     )
     loss_scale: float | str | None = _option(
-        None,
-        'for float16: a number or `"dynamic"`, together with `opt.scale(loss).backward()`',
-        _checked(_is_scale, '{} is {!r}: "dynamic", a number from 1e-20 to 1e20, or None'),
+        None, _checked(_is_scale, '{} is {!r}: "dynamic", a number from 1e-20 to 1e20, or None')
     )
-    k: float | None = _option(
-        "auto",
-        'the fraction of the parameters that the GPU owns, in [0, 1]; `"auto"` lets the planner choose',
-        _fraction,
-    )
-    visit: float | None = _option(
-        0.0,
-        "the fraction of the parameters whose state visits the GPU, which updates them: a number with a number "
-        'for `k`, or `"auto"` with `k="auto"`, which lets the planner choose both',
-        _fraction,
-    )
-    offload_weights: float | None = _option(
-        0.0,
-        "the fraction of the parameters whose [weights rest in host memory](memory.md#offloaded-weights), in "
-        'whole blocks; they are on the GPU only while forward and backward need them. `"auto"`: all at first, '
-        "then as many as the planner finds best in the memory that steps leave free. On one GPU",
-        _fraction,
-    )
-    offload_activations: bool = _option(
-        False,
-        "whether what the model's forward saves for backward [goes to host "
-        "memory](memory.md#offloaded-activations), and comes back while backward runs: with activation "
-        "checkpointing the blocks' inputs, otherwise all that blocks save. The same bits",
-        _flag,
-    )
-    device: torch.device | None = _option(
-        None,
-        "where to train a model that is still on the CPU: it is moved there, but for weights that are offloaded; "
-        "`None` trains it where it is. On one GPU",
-        _device,
-    )
-    policy: str = _option(
-        "deadline",
-        'how `"auto"` chooses; `"balance"` and `"random"` exist for comparisons and tests',
-        OneOf(POLICIES),
-    )
-    objective: str = _option(
-        "speed",
-        'what the policy `"deadline"` optimizes. `"speed"`: the least GPU memory within 1 % of the best step '
-        'time. Also `"gpu-memory"`, `"host-memory"`',
-        OneOf(OBJECTIVES),
-    )
-    backend: str = _option(
-        "auto",
-        'the implementation of the CPU\'s update: `"native"`, `"torch"`, or `"deepspeed"` for AdamW and Adam; '
-        '`"auto"` takes native if it builds',
-        OneOf(("auto", *BACKENDS), "{} {!r} is unknown: choose {}"),
-    )
+    k: float | None = _option("auto", _fraction)
+    visit: float | None = _option(0.0, _fraction)
+    offload_weights: float | None = _option(0.0, _fraction)
+    offload_activations: bool = _option(False, _flag)
+    device: torch.device | None = _option(None, _device)
+    policy: str = _option("deadline", OneOf(POLICIES))
+    objective: str = _option("speed", OneOf(OBJECTIVES))
+    backend: str = _option("auto", OneOf(("auto", *BACKENDS), "{} {!r} is unknown: choose {}"))
     gradient_dtype: torch.dtype | None = _option(
-        None,
-        "the dtype in which gradients of float32 parameters are copied: `torch.bfloat16` halves the copies, and rounds",
-        OneOf((None, torch.float32, torch.bfloat16), "{} {}: gradients travel in torch.float32 or torch.bfloat16"),
+        None, OneOf((None, torch.float32, torch.bfloat16), "{} {}: gradients travel in torch.float32 or torch.bfloat16")
     )
-    state_dtype: str = _option(
-        "float32",
-        'the dtype of the moments: `"bfloat16"` takes 2 bytes less for each of them, `"float8"` 3; both are **not '
-        "exact** ([Smaller moments](memory.md#smaller-moments))",
-        DtypeName(STATE_DTYPES, "{} is {}: choose one of {}"),
-    )
-    master_dtype: str = _option(
-        "float32",
-        '`"bfloat16"`: bf16 weights have no masters, which takes 2 bytes less per parameter, and is **not exact** '
-        "([Weights without masters](memory.md#weights-without-masters))",
-        DtypeName(MASTER_DTYPES, "{} is {}: choose one of {}"),
-    )
-    overlap: bool = _option(True, "`False` does all updates in `step()`, layer by layer: the same bits, slower", _flag)
-    cores: str | None = _option(None, "see below; for the processes that this call starts if none are running")
-    threads: int | None = _option(None, "see below")
-    run_dir: str | None = _option(None, "see below", lambda name, given: given if given is None else os.fspath(given))
-    host_memory_limit: int | None = _option(None, "see below")
-    gpu_memory_limit: int | None = _option(None, "see below")
-    trace: bool | None = _option(None, "see below")
+    state_dtype: str = _option("float32", DtypeName(STATE_DTYPES, "{} is {}: choose one of {}"))
+    master_dtype: str = _option("float32", DtypeName(MASTER_DTYPES, "{} is {}: choose one of {}"))
+    overlap: bool = _option(True, _flag)
+    cores: str | None = _option(None)
+    threads: int | None = _option(None)
+    run_dir: str | None = _option(None, lambda name, given: given if given is None else os.fspath(given))
+    host_memory_limit: int | None = _option(None)
+    gpu_memory_limit: int | None = _option(None)
+    trace: bool | None = _option(None)
     check: int | None = _option(
         None,
-        "see below",
-        _checked(
-            lambda given: given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 0),
-            "{} is {!r}: a whole number of steps, from 0 on",
-        ),
+        _checked(lambda given: given is None or _is_whole(0, given), "{} is {!r}: a whole number of steps, from 0 on"),
     )
-    pipeline_group: ProcessGroup | None = _option(
-        None, "the process group of a [pipeline's](several-gpus.md#pipelines) stages"
-    )
-    log_to: Sequence[str] = _option(
-        (),
-        '`["tensorboard", "wandb"]`, or one of them: what `opt.log` is given goes there, too '
-        "([Records](cluster.md#tensorboard-and-weights-biases))",
-    )
+    pipeline_group: ProcessGroup | None = _option(None)
+    log_to: Sequence[str] = _option(())
 
     @classmethod
     def of(cls, algorithm: Algorithm, given: Mapping[str, Any]) -> Self:
         """Those that are given, and the others' defaults. Raises `ConfigError`."""
         checked = {name: row["check"](name, given.get(name, row["default"])) for name, row in TABLE.items()}
         options = cls(algorithm=algorithm, **checked)
-        for is_wrong, sentence in _wrong_combinations(options):
-            if is_wrong:
-                raise ConfigError(sentence)
+        for sentence in _contradictions(options):
+            raise ConfigError(sentence)
         return options if options.k is None else replace(options, policy="fixed")
 
     def cluster_config(self) -> ClusterConfig:
@@ -326,44 +239,34 @@ class Options:
         return wanted and self.awaits_verdict and self.overlap and self.loss_scale is None
 
 
-#: By name: default, meaning and check.
+#: By name: default and check.
 TABLE: Final = {option.name: option.metadata for option in fields(Options) if option.metadata}
 
 
-def _wrong_combinations(o: Options) -> Iterator[tuple[bool, str]]:
-    """(Whether options contradict each other, what to say then)."""
-    yield (
-        o.backend == "deepspeed" and o.algorithm.rules != ADAMW.rules,
-        'backend "deepspeed" has AdamW and Adam alone: leave backend out',
-    )
-    yield (
-        bool(o.visit) and (o.k is None or o.k + (o.visit or 0.0) > 1.0),
-        f"visit is {o.visit!r} with k={'auto' if o.k is None else o.k}: give a number for k too, both 1 at most",
-    )
-    yield (
-        o.visit is None and (o.k is not None or o.policy != "deadline"),
-        'visit="auto" needs k="auto" and policy="deadline", which decides both',
-    )
-    yield o.policy == "fixed" and o.k is None, 'policy="fixed" needs a k: a fraction in [0, 1] in place of "auto"'
-    yield (
-        o.clip == "per_layer" and o.max_grad_norm is None,
-        'clip="per_layer" clips nothing without max_grad_norm: pass it too',
-    )
-    yield (
-        o.speculate is not None and not o.awaits_verdict,
-        f"speculate is {o.speculate!r}, but no step waits for the norm of its gradients: pass max_grad_norm "
-        'with clip="global", or on_nonfinite; or leave speculate out',
-    )
-    yield (
-        bool(o.speculate) and not o.overlap,
-        "speculate=True with overlap=False: leave one out, as nothing is updated before step() then",
-    )
-    yield (
-        o.loss_scale == "dynamic" and o.on_nonfinite == "raise",
-        'on_nonfinite="raise" with loss_scale="dynamic", which finds its scale by steps that are not finite: leave '
-        "on_nonfinite out, they are skipped and counted",
-    )
-    yield (
-        bool(o.speculate) and o.loss_scale is not None,
-        "speculate=True with loss_scale: leave one out, as every update needs the verdict's scale then",
-    )
+def _contradictions(o: Options) -> Iterator[str]:
+    """What to say of options that contradict each other."""
+    if o.backend == "deepspeed" and o.algorithm.rules != ADAMW.rules:
+        yield 'backend "deepspeed" has AdamW and Adam alone: leave backend out'
+    if o.visit and (o.k is None or o.k + o.visit > 1.0):
+        k = "auto" if o.k is None else o.k
+        yield f"visit is {o.visit!r} with k={k}: give a number for k too, both 1 at most"
+    if o.visit is None and (o.k is not None or o.policy != "deadline"):
+        yield 'visit="auto" needs k="auto" and policy="deadline", which decides both'
+    if o.policy == "fixed" and o.k is None:
+        yield 'policy="fixed" needs a k: a fraction in [0, 1] in place of "auto"'
+    if o.clip == "per_layer" and o.max_grad_norm is None:
+        yield 'clip="per_layer" clips nothing without max_grad_norm: pass it too'
+    if o.speculate is not None and not o.awaits_verdict:
+        yield (
+            f"speculate is {o.speculate!r}, but no step waits for the norm of its gradients: pass max_grad_norm "
+            'with clip="global", or on_nonfinite; or leave speculate out'
+        )
+    if o.speculate and not o.overlap:
+        yield "speculate=True with overlap=False: leave one out, as nothing is updated before step() then"
+    if o.loss_scale == "dynamic" and o.on_nonfinite == "raise":
+        yield (
+            'on_nonfinite="raise" with loss_scale="dynamic", which finds its scale by steps that are not finite: leave '
+            "on_nonfinite out, they are skipped and counted"
+        )
+    if o.speculate and o.loss_scale is not None:
+        yield "speculate=True with loss_scale: leave one out, as every update needs the verdict's scale then"

@@ -62,7 +62,7 @@ _managed: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
-class Session:
+class Session(Site):
     """The processes, layers and engine of one `hytrain.AdamW`.
 
     The constructor raises what that of `hytrain.AdamW` raises.
@@ -78,48 +78,35 @@ class Session:
         accumulation: Accumulation,
         resting: dicts.Resting,
     ) -> None:
-        self._pid = os.getpid()
-        self.ranks = ranks
-        stage = None if options.pipeline_group is None else torch.distributed.get_rank(options.pipeline_group)
+        self._pid, self._model_of, self.first = os.getpid(), weakref.ref(model), {}
+        self.options, self.groups, self.ranks, self.accumulation = options, groups, ranks, accumulation
+        self.stage = None if options.pipeline_group is None else torch.distributed.get_rank(options.pipeline_group)
         came_from = check_model(model)
-        device = options.device or came_from
-        self.memory = gpu_memory(device)
+        self.device = options.device or came_from
+        self.memory = gpu_memory(self.device)
         self.resting = resting
         self.parameters: list[TrainedParameter] = []
         self.layers: list[TrainedLayer] = []
         self._engine: Engine | None = None
         self._numbers = StepNumbers()
         config = options.cluster_config()
-        self._check = SelfCheck(config.check, options, groups) if config.check else None
+        self.check = SelfCheck(config.check, options, groups) if config.check else None
         self._others: list[TensorWeakRef] = []  # frozen parameters: in the groups, but not trained
         self._unhook: Callable[[], None] = lambda: None
         self._closed = self._said_late = False
         self.last_words = f"this hytrain.{options.algorithm.name} is closed"
-        self._place = find_or_start(config, self.ranks)
-        self._cluster = self._place.cluster
+        self.place = find_or_start(config, self.ranks)
+        self._cluster = self.place.cluster
         self.memory.limit = self._cluster.gpu_memory_limit
-        self._site = site = Site(
-            weakref.ref(model),
-            options,
-            groups,
-            ranks,
-            stage,
-            self._place,
-            device,
-            self.memory,
-            accumulation,
-            self._check,
-            {},
-        )
         with contextlib.ExitStack() as undo:  # what a start that fails has done, down to the model
-            undo.callback(self._place.close)
-            connect_nodes(self._cluster, self._place.rank, self.ranks)
-            site.take_model(came_from, undo)
+            undo.callback(self.place.close)
+            connect_nodes(self._cluster, self.place.rank, self.ranks)
+            self.take_model(came_from, undo)
             build = self._build()
             undo.callback(self._leave)
-            if self._place.rank == 0:
-                launcher = self._cluster.launcher_pid if isinstance(self._place, Seat) else None
-                environment.write(self.run_dir, device, launcher)
+            if self.place.rank == 0:
+                launcher = self._cluster.launcher_pid if isinstance(self.place, Seat) else None
+                environment.write(self.run_dir, self.device, launcher)
             self._trackers = Trackers(options.log_to if ranks.rank == 0 else (), self.run_dir, self._cluster.run_name)
             undo.pop_all()
         build.end_beginning()
@@ -136,7 +123,7 @@ class Session:
 
         `before_start` is called after all checks have passed, and before anything is started.
         """
-        build = Build(self._site, self.parameters, set(_managed) - self._own())
+        build = Build(self, self.parameters, set(_managed) - self._own())
         before_start()
         continues = self._engine is not None
         self.layers, self.parameters = build.layers, build.parameters
@@ -144,14 +131,14 @@ class Session:
             with self.ranks.together():
                 self._start(build, undo, continues=continues)
                 self._hook(undo, build.gates)
-            self._link.ready(f"{len(build.layers)} layers on {self._site.device}")
+            self._link.ready(f"{len(build.layers)} layers on {self.device}")
             undo.pop_all()
         return build
 
     def _hook(self, undo: contextlib.ExitStack, gates: list[tuple[Any, Gate]]) -> None:
         """Connect the model to the engine. `undo` gets what undoes that."""
         engine, parameters = self.engine, self.parameters
-        detach = hooks.attach(self._site.model, gates, parameters, engine=engine)
+        detach = hooks.attach(self.model, gates, parameters, engine=engine)
 
         def unhook() -> None:
             for known in parameters:
@@ -162,7 +149,7 @@ class Session:
         self._unhook = unhook
         undo.callback(unhook)
         _managed.update((id(known.parameter), known.parameter) for known in parameters)
-        given = [p for group in self._site.groups.now for p in group["params"]]
+        given = [p for group in self.groups.now for p in group["params"]]
         self._others = [TensorWeakRef(p) for p in given if id(p) not in _managed and p.numel()]  # empty: no change
         renew = weakref.WeakMethod(self._renew)
         engine.renew = lambda: (method := renew()) is not None and method()
@@ -173,7 +160,7 @@ class Session:
     def _start(self, build: Build, undo: contextlib.ExitStack, *, continues: bool) -> None:
         """Join the processes, agree on the first plan, and start an engine with it. `undo` gets what undoes that."""
         plans = PlanBook("trainer", len(build.layers))
-        link = self._link = Link(self._place, timeout_s=ANSWER_TIMEOUT_S)
+        link = self._link = Link(self.place, timeout_s=ANSWER_TIMEOUT_S)
         undo.callback(link.close)
         engine = self._engine = build.engine(link, plans)
         undo.callback(link.close, engine.release)
@@ -187,7 +174,7 @@ class Session:
     def rebuild(self) -> None:
         """Start a new engine with the exact state trained so far. Host memory holds both states for a while."""
         before, left = self.engine, False
-        check_model(self._site.model)
+        check_model(self.model)
         before.import_written()
         before.restore_weights()
         before.expose_state()
@@ -215,9 +202,9 @@ class Session:
         """The model is entered between two steps: train unfrozen parameters. True if a new engine has taken over."""
         if not any(p.requires_grad and id(p) not in _managed for of in self._others if (p := of()) is not None):
             return False
-        fsdp.reshard(self._site.model)
-        present = {id(parameter) for parameter in self._site.model.parameters()}
-        if not all(id(p) in present for group in self._site.groups.now for p in group["params"]):
+        fsdp.reshard(self.model)
+        present = {id(parameter) for parameter in self.model.parameters()}
+        if not all(id(p) in present for group in self.groups.now for p in group["params"]):
             return False  # `torch.func.functional_call` has replaced parameters
         self.rebuild()
         self.engine.before_root()
@@ -269,7 +256,7 @@ class Session:
     def begin_with(self, steps: int, loss_scale: dict[str, Any] | None) -> None:
         """State was loaded before this session began, and rests: go on from it."""
         self.engine.expose_state()
-        names = {id(parameter): name for name, parameter in self._site.model.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for rest in self.resting:
             rest.name = names[id(rest.parameter)]
         self.resting.give(self.parameters)
@@ -284,7 +271,7 @@ class Session:
         self._numbers.restored(steps)
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
-        optimizer = self._cluster.optimizer_pids[self._place.rank]
+        optimizer = self._cluster.optimizer_pids[self.place.rank]
         pids = {"trainer": os.getpid(), "optimizer": optimizer, "coordinator": self._link.coordinator.pid}
         return [(role, pid, _cores(pid)) for role, pid in pids.items()]
 
@@ -304,14 +291,14 @@ class Session:
             threading.Thread(target=self.close, name="hytrain-close").start()
             return
         self._closed = True
-        if self._check is not None:
-            self._check.close()
+        if self.check is not None:
+            self.check.close()
         try:
             self._leave()
             self._others.clear()
             self.resting.clear()
         finally:  # also after Ctrl-C during the wait for the last updates
-            self._place.close()
+            self.place.close()
             self._trackers.close()
 
     def _leave(self) -> None:

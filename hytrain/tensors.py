@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+#: For each dimension, a beginning and an end.
+Spans = tuple[tuple[int, int], ...]
+
 #: Count one write per tensor that autograd did not see.
 count_write: Final[Callable[[Any], None]] = torch.autograd.graph.increment_version
 
@@ -76,12 +79,20 @@ def distributed(part: Tensor, like: Tensor) -> Tensor:
     return DTensor(part, replace(like._spec, tensor_meta=meta), requires_grad=False)
 
 
+def spans(like: Tensor) -> Spans:
+    """Where this rank's part of a tensor begins and ends, in each dimension of the whole."""
+    if not is_distributed(like):
+        return tuple((0, size) for size in like.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    assert tuple(shape) == tuple(local(like).shape), "a DTensor's local part is what its placements say"
+    return tuple((at, at + size) for at, size in zip(offsets, shape, strict=True))
+
+
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """A view of what this rank has of a `whole` tensor that is distributed as `like` is."""
-    if not is_distributed(like):
-        return whole
-    [chunk] = like.__create_chunk_list__()
-    return whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))]
+    return whole[tuple(slice(*span) for span in spans(like))]
 
 
 def version(tensor: Tensor) -> int:

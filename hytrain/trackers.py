@@ -7,14 +7,14 @@ The thread has what a tracker costs and what goes wrong in it: training neither 
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import queue
 import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Final, Literal, Self
 
 from hytrain.errors import ConfigError
 from hytrain.extras import needed
@@ -48,14 +48,6 @@ class _Waiting(queue.Queue[tuple[int, dict[str, float]] | bool]):
             self.queue.append(item)
         else:
             self.missed += len(item[1])
-
-
-class Tracker(Protocol):
-    """One library's files. It is made on the thread, with the number of the first step that is written."""
-
-    def __init__(self, run_dir: Path, first_step: int, title: str, config: Mapping[str, Any]) -> None: ...
-    def write(self, step: int, numbers: Numbers) -> None: ...
-    def close(self, *, failed: bool) -> None: ...
 
 
 class _TensorBoard:
@@ -92,7 +84,8 @@ class _Wandb:
             self._end()  # ends the process that W&B has started
 
 
-TRACKERS: Final[dict[str, type[Tracker]]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+#: One library's files each. They are made on the thread, with the number of the first step that is written.
+TRACKERS: Final[dict[str, type[_TensorBoard | _Wandb]]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 
 
 def check_trackers(names: Collection[str], option: str) -> None:
@@ -101,10 +94,7 @@ def check_trackers(names: Collection[str], option: str) -> None:
         if isinstance(names, str) or name not in TRACKERS:
             raise ConfigError(f"{option} is {names!r}: a list of {' and '.join(TRACKERS)}, or of one of them")
         with needed(f"{option}: [{name}]", f"hytrain[{name}]"):
-            if name == "tensorboard":
-                from torch.utils.tensorboard import SummaryWriter  # noqa: F401
-            else:
-                import wandb  # noqa: F401
+            importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
 
 
 class Trackers:
@@ -117,8 +107,8 @@ class Trackers:
         self._said_full = False
         self._thread: threading.Thread | None = None
         if names:
-            given = (self._given, dict.fromkeys(names), run_dir, title, config or {})
-            self._thread = threading.Thread(target=_run, args=given, name=THREAD_NAME, daemon=True)
+            given = (dict.fromkeys(names), run_dir, title, config or {})
+            self._thread = threading.Thread(target=self._write, args=given, name=THREAD_NAME, daemon=True)
             self._thread.start()
 
     def write(self, step: int, numbers: Numbers) -> None:
@@ -145,38 +135,29 @@ class Trackers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         self.close(failed=kind is not None)
 
+    def _write(self, names: Collection[str], run_dir: Path, title: str, config: Mapping[str, Any]) -> None:
+        opened: dict[str, _TensorBoard | _Wandb] = {}
+        failing: set[str] = set()
 
-def _run(
-    given: _Waiting,
-    names: Collection[str],
-    run_dir: Path,
-    title: str,
-    config: Mapping[str, Any],
-) -> None:
-    opened: dict[str, Tracker] = {}
-    failing: set[str] = set()
+        def warn(name: str, error: BaseException) -> None:
+            if name not in failing:
+                _log.warning("%s gets no more numbers, training goes on: %s: %s", name, type(error).__name__, error)
+            failing.add(name)
 
-    def warn(name: str, error: BaseException) -> None:
-        if name not in failing:
-            _log.warning("%s gets no more numbers, training goes on: %s: %s", name, type(error).__name__, error)
-        failing.add(name)
-
-    while not isinstance(entry := given.get(), bool):
-        step, numbers = entry
-        for name in [name for name in names if name not in failing]:
+        while not isinstance(entry := self._given.get(), bool):
+            step, numbers = entry
+            for name in [name for name in names if name not in failing]:
+                try:
+                    if name not in opened:
+                        opened[name] = TRACKERS[name](run_dir, step, title, config)
+                    opened[name].write(step, numbers)
+                except BaseException as error:  # a library may also exit
+                    warn(name, error)
+        for name, tracker in opened.items():
             try:
-                if name not in opened:
-                    opened[name] = TRACKERS[name](run_dir, step, title, config)
-                opened[name].write(step, numbers)
+                tracker.close(failed=entry)
             except BaseException as error:  # a library may also exit
                 warn(name, error)
-    for name, tracker in opened.items():
-        try:
-            tracker.close(failed=entry)
-        except BaseException as error:  # a library may also exit
-            warn(name, error)

@@ -11,9 +11,9 @@ from hytrain.memory.capacity import (
     GPU_MARGIN,
     GpuMemory,
     host_bound,
+    host_bytes,
     host_free,
     require_host_memory,
-    second_bank_fits,
 )
 from protocol.handles import layout
 from protocol.messages import Layer, Segment
@@ -175,12 +175,12 @@ def test_a_given_k_is_taken_at_its_word() -> None:
         require_host_memory(LAYOUTS, 0.2, 7 * ON_HOST, gpu_bytes=1 << 40)
 
 
-def test_the_second_bank_is_not_worth_a_larger_k(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_bank_takes_more_of_the_host_than_a_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
     available = (10 * ON_HOST + capacity.HOST_MARGIN_BYTES) / (1 - capacity.HOST_MARGIN)
     monkeypatch.setattr(capacity, "available_bytes", lambda: int(available) + 1)
     double = [layout(layer, banks=2) for layer in LAYERS]
     require_host_memory(LAYOUTS, None, None)
-    assert not second_bank_fits(double, None, None) and second_bank_fits(double, 0.5, None)
+    assert host_bytes(double) > host_bound(None) >= host_bytes(double, 0.5)
 
 
 def test_what_is_left_of_host_memory_counts_from_the_same_margin(monkeypatch: pytest.MonkeyPatch) -> None:

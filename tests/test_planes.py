@@ -85,7 +85,7 @@ def test_state_is_freed_for_good_unless_somebody_has_a_view_of_it(
         for part in planes.state(plane):
             assert part is not None
             part.fill_(5)
-    (weights, *_), view = planes.weights, planes.state("exp_avg")[1] if is_viewed else None
+    (weights, *_), view = planes.weights, planes.state("exp_avg")[1][:] if is_viewed else None
     weights.fill_(3)
     del part
     before = 512 * os.fstat(arena.descriptor).st_blocks

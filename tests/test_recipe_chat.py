@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hytrain.errors import ConfigError
 from hytrain.recipe import chat, config, model, packing, tables, text, tokenizer
-from hytrain.recipe.batches import IGNORED, Batch, ExampleBatches, Rows, Shuffled, TextBatches, steps_of
+from hytrain.recipe.batches import IGNORED, Batch, Batches, Rows, Windows, steps_of
 from hytrain.recipe.chat import Example
 from hytrain.recipe.tokenizer import TextTokenizer
 
@@ -297,16 +298,21 @@ def test_models_in_which_packed_examples_would_mix_are_refused() -> None:
 
 def test_an_epoch_has_every_row_once_in_an_order_of_its_own() -> None:
     assert steps_of(2.0, 10, 4) == 5 and steps_of(0.01, 10, 4) == 1 and steps_of(1.0, 9, 4) == 3
-    order = Shuffled(10, seed=3)
-    rows = [row for step in range(5) for row in order.at(step, 4)]
+
+    def drawn(seed: int) -> Callable[[int], list[int]]:
+        batches = Batches(Windows(torch.arange(10), 1), seed, 4, in_epochs=True)
+        return lambda step: batches.at(step).tokens.flatten().tolist()
+
+    draw = drawn(3)
+    rows = [row for step in range(5) for row in draw(step)]
     first, second = rows[:10], rows[10:]
     assert sorted(first) == sorted(second) == list(range(10)) and first != second != sorted(second)
-    assert Shuffled(10, seed=3).at(3, 4) == rows[12:16], "a resumed run's batch"
-    assert Shuffled(10, seed=4).at(0, 4) != rows[:4]
-    source = ExampleBatches(Rows(some_examples(LENGTHS), 16, False, 0), seed=1, batch_size=8)
+    assert drawn(3)(3) == rows[12:16], "a resumed run's batch"
+    assert drawn(4)(0) != rows[:4]
+    source = Batches(Rows(some_examples(LENGTHS), 16, False, 0), seed=1, batch_size=8, in_epochs=True)
     assert source.at(0).tokens.shape == (8, 16)
     assert sorted((source.at(0).labels != IGNORED).any(1).tolist()) == [True] * 8
-    windows = TextBatches(torch.arange(50), seed=0, batch_size=6, sequence_length=8, in_epochs=True)
+    windows = Batches(Windows(torch.arange(50), 8), seed=0, batch_size=6, in_epochs=True)
     assert windows.rows == 6 and sorted(windows.at(1).tokens[:, 0].tolist()) == [0, 8, 16, 24, 32, 40]
 
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from hytrain.errors import ConfigError
 from hytrain.recipe import config, text, tokenizer
-from hytrain.recipe.batches import RandomBatches, TextBatches, validation_windows
+from hytrain.recipe.batches import Batches, RandomBatches, Windows, spread
 
 PROSE = 'Der Bär aß süße Äpfel, 3 Stück.\n  He said: "Naïve café" \N{SNOWMAN}\n\nEnd.\n' * 40
 
@@ -108,15 +108,15 @@ def test_a_model_s_folder_brings_its_tokenizer(tmp_path: Path) -> None:
 
 def test_batch_depends_on_seed_and_step_alone() -> None:
     tokens = torch.arange(1000, dtype=torch.int32)
-    source = TextBatches(tokens, seed=3, batch_size=4, sequence_length=16)
+    source, windows = (Batches(Windows(tokens, 16), 3, 4, in_epochs=False) for _ in range(2))
     batch = source.at(7).tokens
     source.at(8)
     assert torch.equal(batch, source.at(7).tokens)
-    assert torch.equal(batch, TextBatches(tokens, 3, 4, 16).at(7).tokens)
+    assert torch.equal(batch, windows.at(7).tokens)
     assert not torch.equal(batch, source.at(8).tokens)
-    assert not torch.equal(batch, TextBatches(tokens, 4, 4, 16).at(7).tokens)
+    assert not torch.equal(batch, Batches(Windows(tokens, 16), 4, 4, in_epochs=False).at(7).tokens)
     assert batch.dtype == torch.int64 and torch.equal(batch - batch[:, :1], torch.arange(16).expand(4, 16))
-    every = TextBatches(tokens[:6], seed=0, batch_size=64, sequence_length=4).at(0).tokens
+    every = Batches(Windows(tokens[:6], 4), seed=0, batch_size=64, in_epochs=False).at(0).tokens
     assert set(every[:, 0].tolist()) == {0, 1, 2}, "each window can be drawn"
     random = RandomBatches(vocab_size=5, seed=1, batch_size=8, sequence_length=32)
     first, second = random.at(3).tokens, random.at(4).tokens
@@ -126,11 +126,11 @@ def test_batch_depends_on_seed_and_step_alone() -> None:
 
 def test_validation_windows_are_fixed_and_spread() -> None:
     tokens = torch.arange(100)
-    starts = [batch.tokens[:, 0].tolist() for batch in validation_windows(tokens, 2, 3, 10)]
+    starts = [batch.tokens[:, 0].tolist() for batch in spread(Windows(tokens, 10), 2, 3)]
     assert starts == [[0, 18, 36], [54, 72, 90]]
-    short = [batch.tokens[:, 0].tolist() for batch in validation_windows(tokens[:25], 2, 3, 10)]
+    short = [batch.tokens[:, 0].tolist() for batch in spread(Windows(tokens[:25], 10), 2, 3)]
     assert short == [[0, 15]]
     with pytest.raises(ConfigError, match="less than one window of 16"):
-        TextBatches(tokens[:15], 0, 1, 16)
+        Windows(tokens[:15], 16)
     with pytest.raises(ConfigError, match="validation text"):
-        list(validation_windows(tokens[:15], 1, 1, 16))
+        Windows(tokens[:15], 16, "validation")

@@ -35,15 +35,12 @@ from hytrain.readable import format_cores
 from hytrain.recipe import checkpoint, config, loop, report
 from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
-from hytrain.recipe.divergence import Divergence
 from hytrain.recipe.ending import Ended, Ending
-from hytrain.recipe.journal import History
+from hytrain.recipe.journal import Divergence, History, Readout
 from hytrain.recipe.model import decay_groups
-from hytrain.recipe.optimizer import Process
+from hytrain.recipe.optimizer import Process, factors
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress, Speed
-from hytrain.recipe.readout import Readout
-from hytrain.recipe.schedule import factors
 from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.saved import latest
@@ -460,8 +457,7 @@ def test_a_checkpoint_that_somebody_has_edited_is_refused_before_anything_is_loa
         with pytest.raises(ConfigError, match=f"is damaged: trainer_state.json: {told}"):
             runs.train("run", "train.resume=latest")
     assert len(runs.optimizers) == made
-    state = json.loads(whole)
-    edited(json.dumps({**state, "random": state["random"][0]}))  # as before there were several ranks
+    edited(whole)
     runs.train("run", "train.resume=latest", "train.stop_at=5")
 
 

@@ -19,7 +19,7 @@ from hytrain.model.deferred import Piece, recording, replay
 from hytrain.readable import gib
 from hytrain.recipe import adapters, config, model
 from hytrain.recipe.estimate import estimate, need, planes_of
-from hytrain.recipe.schedule import factors, scheduler
+from hytrain.recipe.optimizer import factors, scheduler
 from hytrain.step.offload import SLOTS
 from protocol.handles import Precision
 from protocol.messages import Segment

@@ -1,9 +1,8 @@
 """Shared memory for the planes of CPU-owned layers: one memfd per layer, so that a crash leaks nothing.
 
 The optimizer process creates an arena, touches its pages first (so they are on its NUMA node), and sends the
-descriptor. The trainer maps `grads` and `weights`, and maps the state planes only when it has to read them. `grads` has
-pages only while the CPU updates the layer; the trainer touches and frees them. Both align the mapping to huge pages: a
-page of 2 MiB is touched, pinned and freed much faster than 512 pages of 4 KiB.
+descriptor. `grads` has pages only while the CPU updates the layer; the trainer touches and frees them. Both align the
+mapping to huge pages: a page of 2 MiB is touched, pinned and freed much faster than 512 pages of 4 KiB.
 
     optimizer: HostArena ── touch ──SCM_RIGHTS──▶ trainer: ArenaFile ── Mapping ── tensor views, pinned on CUDA
 
@@ -19,7 +18,7 @@ import mmap
 import os
 import resource
 import socket
-import weakref
+from dataclasses import dataclass
 from typing import Final
 
 from hytrain.state.locks import said
@@ -65,12 +64,6 @@ class Mapping:
         if _libc.mmap(self.address, nbytes, access, how, descriptor, 0) != self.address:
             raise OSError(ctypes.get_errno(), f"an arena of {nbytes} bytes cannot be mapped")
         self.buffer = memoryview(room)[start : start + nbytes]
-        self._room = weakref.ref(room)
-
-    def release(self) -> bool:
-        """Give up `buffer`. Returns whether the file is unmapped, as no view is left."""
-        del self.buffer
-        return self._room() is None
 
     def populate(self, nbytes: int) -> None:
         """Give the first bytes their pages, before they are pinned: the driver launches nothing while it does so.
@@ -91,6 +84,14 @@ def allow_descriptors(layers: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < needed:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """Shared memory with weights. Another process maps so many bytes of its descriptor."""
+
+    descriptor: int
+    nbytes: int
 
 
 class SharedMemory:
@@ -129,19 +130,10 @@ class HostArena(SharedMemory):
 
 
 class ArenaFile:
-    """A layer's arena in the trainer: a checked descriptor, from which the trainer maps what it needs."""
+    """A layer's arena in the trainer: a checked descriptor."""
 
     def __init__(self, layout: ArenaLayout, descriptor: int) -> None:
         self.layout, self.descriptor = layout, descriptor
-
-    def map_shared(self) -> Mapping:
-        return Mapping(self.descriptor, self.layout.shared_nbytes)
-
-    def map_all(self) -> Mapping:
-        return Mapping(self.descriptor, self.layout.nbytes)
-
-    def free(self, start: int, nbytes: int) -> None:
-        free_pages(self.descriptor, start, nbytes)
 
     def close(self) -> None:
         os.close(self.descriptor)

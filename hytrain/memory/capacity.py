@@ -176,14 +176,6 @@ def host_bytes(layouts: list[ArenaLayout], k: float = 0.0, visit: float = 0.0) -
     return int((1.0 - k - visiting) * of_cpu + visiting * of_visit)
 
 
-def second_bank_fits(layouts: list[ArenaLayout], k: float | None, limit: int | None, ranks: int = 1) -> bool:
-    """Whether the planes of `layouts`, which have two banks, fit into the host's memory at this k.
-
-    With "auto" (None) they have to fit at k=0: a second bank is not worth a larger k.
-    """
-    return host_bytes(layouts, k or 0.0) <= host_bound(limit, ranks)
-
-
 def require_host_memory(
     layouts: list[ArenaLayout],
     k: float | None,

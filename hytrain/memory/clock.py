@@ -39,14 +39,13 @@ class HostClock:
     def seconds(self, span: Span) -> float:
         return float(span[1] - span[0])
 
-    def anchor(self) -> None:
-        """Marks are already on the monotonic clock."""
+    def anchor(self, marks: Iterable[Mark] = ()) -> None:
+        """Marks are already on the monotonic clock, and numbers need no pool."""
+
+    recycle = anchor
 
     def at(self, mark: Mark) -> float:
         return float(mark)
-
-    def recycle(self, marks: Iterable[Mark]) -> None:
-        """Numbers need no pool."""
 
 
 class CudaClock:

@@ -13,27 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hytrain.memory.arena import Mapping, SharedMemory, free_pages
-from hytrain.memory.planes import ArenaPlanes
+from hytrain.memory.arena import Mapping, Memory, SharedMemory, free_pages
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter
 from hytrain.tensors import shaped
 from protocol.handles import PAGE_BYTES
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Memory:
-    """Shared memory with weights. Another process maps so many bytes of its descriptor."""
-
-    descriptor: int
-    nbytes: int
 
 
 class Lent(NamedTuple):
@@ -52,25 +42,21 @@ class Lending:
         self._copies = SharedMemory("weights", nbytes)
         self._views = views(self._copies.mapping, self._offsets, [known.own for known in parameters])
         self._memory = Memory(self._copies.descriptor, nbytes)
-        self._arenas: dict[ArenaPlanes, Memory] = {}
         self._copied = [False] * len(parameters)
 
     def weights(self) -> dict[str, Lent]:
         """Once all updates were waited for: where each parameter's weights are, by its name."""
-        arenas, lent = dict[ArenaPlanes, Memory](), dict[str, Lent]()
+        lent = dict[str, Lent]()
         for index, known in enumerate(self._parameters):
             home = self._home(known)
             if home is None:
                 self._copy(known, self._views[index])
                 lent[clean(known.name)] = Lent(self._memory, self._offsets[index])
             else:
-                arena, offset = home
-                arenas[arena] = self._arenas.get(arena) or arenas.get(arena) or _memory_of(arena)
-                lent[clean(known.name)] = Lent(arenas[arena], offset)
+                lent[clean(known.name)] = home
                 if self._copied[index]:
                     free_pages(self._copies.descriptor, self._offsets[index], known.own.nbytes)
             self._copied[index] = home is None
-        self._arenas = arenas
         return lent
 
     def _copy(self, known: TrainedParameter, copy: Tensor) -> None:
@@ -79,20 +65,16 @@ class Lending:
         elements = parts[0] if len(parts) == 1 else torch.cat([part.cpu() for part in parts])
         copy.copy_(shaped(elements, known.own))
 
-    def _home(self, known: TrainedParameter) -> tuple[ArenaPlanes, int] | None:
-        """The arena that has the parameter's current weights, and where; None if none has all of them."""
+    def _home(self, known: TrainedParameter) -> Lent | None:
+        """Where the parameter's current weights are in an arena; None if none has all of them."""
         if len(known.places) != 1 or not known.own.is_contiguous():
             return None
         [(layer, index)] = known.places
-        return (layer.arena, layer.arena.weights_offset(index)) if layer.keeps_weights else None
+        return Lent(layer.arena.memory, layer.arena.weights_offset(index)) if layer.keeps_weights else None
 
     def close(self) -> None:
         self._views = []
         self._copies.close()
-
-
-def _memory_of(arena: ArenaPlanes) -> Memory:
-    return Memory(arena.file.descriptor, arena.file.layout.shared_nbytes)
 
 
 def spread(tensors: Iterable[Tensor]) -> tuple[list[int], int]:

@@ -8,7 +8,7 @@ Without room there is no loan, and training waits for the files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Final
 
@@ -16,41 +16,50 @@ import torch
 from torch import Tensor
 
 from hytrain.memory.capacity import GpuMemory
+from hytrain.run.ranks import Ranks
+from hytrain.state.tensor_file import Described, await_devices
 
 ALIGNMENT: Final = 256
 
 
 class Loan:
-    """`copies` has what was put in, by name, until the loan is given back."""
+    """`copies`, by name, in `memory` that is lent until it is given back. It is None without so much."""
 
-    def __init__(self, memory: GpuMemory, buffer: Tensor) -> None:
-        self._memory, self._buffer = memory, buffer
-        self._nbytes, self._used = buffer.numel(), 0
+    def __init__(self, of: GpuMemory, nbytes: int) -> None:
+        self._of, self._nbytes = of, nbytes
+        self.memory = of.lend(nbytes)
         self.copies: dict[str, Tensor] = {}
 
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor. The buffer has room for what was announced to `borrow`."""
-        room = self._buffer[self._used : self._used + tensor.numel() * tensor.element_size()]
-        self._used += _aligned(room.numel())
-        self.copies[name] = room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    def end_with(self, write: Callable[[Mapping[str, Tensor]], None]) -> None:
+        """Have the copies written, and free them. Nobody else may hold one."""
+        try:
+            write(self.copies)
+        finally:
+            self.give_back()
 
     def give_back(self) -> None:
-        """Free the copies. Nobody may hold one."""
-        if self._nbytes:
-            self.copies.clear()
-            self._buffer = self._buffer.new_empty(0)
-            self._memory.take_back(self._nbytes)
-            self._nbytes = 0
+        self.copies.clear()
+        if self.memory is not None:
+            self.memory = None
+            self._of.take_back(self._nbytes)
 
-    def __del__(self) -> None:
-        self.give_back()  # if writing failed before it began
+    __del__ = give_back  # if writing failed before it began
 
 
-def borrow(memory: GpuMemory, tensors: Mapping[str, tuple[torch.dtype, torch.Size]]) -> Loan | None:
-    """A loan with room for all of `tensors`; None without so much memory."""
-    nbytes = sum(_aligned(prod(shape) * dtype.itemsize) for dtype, shape in tensors.values())
-    buffer = memory.lend(nbytes)
-    return None if buffer is None else Loan(memory, buffer)
+def copied(of: GpuMemory, tensors: Described, read: Callable[[str], Tensor], ranks: Ranks) -> Loan | None:
+    """A loan with copies of what `read` returns for `tensors`; None unless every rank has memory for its own."""
+    sizes = {name: prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
+    loan = Loan(of, sum(map(_aligned, sizes.values())))
+    if not all(ranks.gather(loan.memory is not None)):
+        return None
+    assert loan.memory is not None
+    used = 0
+    for name, (dtype, shape) in tensors.items():
+        room = loan.memory[used : used + sizes[name]]
+        loan.copies[name] = room.view(dtype).view(torch.Size(shape)).copy_(read(name))
+        used += _aligned(sizes[name])
+    await_devices([loan.memory])
+    return loan
 
 
 def _aligned(nbytes: int) -> int:

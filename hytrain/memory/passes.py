@@ -32,18 +32,16 @@ _MOMENTS_AT: Final = {rule: tuple(map(STATE_PLANES.index, planes)) for rule, pla
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Changes `weights` and the planes in `uses`, of `STATE_PLANES`. Weights and gradients have shape (numel,)."""
+    """Changes `weights` and the planes in `uses`, of `STATE_PLANES`. Weights and gradients have shape (numel,).
+
+    The segment's own weights are in `weights` if it uses the `remainder`.
+    """
 
     segment: Segment
     weights: Tensor
     grads: Tensor
     uses: tuple[str, ...]
     scalars: Scalars
-
-    @property
-    def writes_weights(self) -> bool:
-        """Whether the segment's weights are in `weights`."""
-        return "remainder" in self.uses
 
     def on(self, state: Sequence[Tensor | None], part: slice = slice(None)) -> list[Tensor | None]:
         """Of a segment's `STATE_PLANES`, or of a part of its elements, those that the pass uses."""

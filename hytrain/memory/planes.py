@@ -1,15 +1,14 @@
 """A layer's arrays in the trainer, for each placement.
 
-ArenaPlanes    state in host memory: views of the optimizer's arena. `weights` are mapped and pinned, and so is `grads`
-               while the CPU updates the layer: only then it takes memory. State planes are mapped when they must be
-               moved or read. With two banks, the current one is used.
+ArenaPlanes    state in host memory: views of the optimizer's arena. `weights` are pinned, and so is `grads` while the
+               CPU updates the layer: only then it takes memory. With two banks, the current one is used.
 DevicePlanes   state on the GPU: `remainder` and moments. `Moving` is state on its way there.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,10 +19,10 @@ from hytrain.errors import CapacityError
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
-from hytrain.memory.arena import ArenaFile, Mapping
+from hytrain.memory.arena import ArenaFile, Mapping, Memory, free_pages
 from hytrain.memory.passes import passes
 from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
-from hytrain.tensors import count_write
+from hytrain.tensors import count_write, holders
 from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, plane_dtype
 from protocol.messages import Segment
 
@@ -44,25 +43,25 @@ class ArenaPlanes:
     """
 
     def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False) -> None:
-        """Map and pin `weights`. Raises `CapacityError` if that cannot be; then the file is closed."""
+        """Map the file, and pin `weights`. Raises `CapacityError` if that cannot be; then the file is closed."""
         self._file, self._transfers = file, transfers
-        self._shared: Mapping | None = None
-        self._holds_gradients = False
-        try:
-            self._shared = _mapped(file.map_shared)
-            transfers.pin(*self._weights_range(), gently=gently)
-        except BaseException:
-            file.close()
-            raise
-        self._all: Mapping | None = None
-        self._parts: dict[tuple[str, int], Tensor | None] = {}  # views of it, by bank and segment
-        self._states: dict[str, list[Tensor | None]] = {}  # those of the current banks, by plane
-        self._mapping_all = threading.Lock()  # a handover maps on its own thread
-        self._state_is_pinned = False
-        self._pinning = threading.Lock()  # the same
+        self._pinned, self._pinning = set[str](), threading.Lock()  # a handover pins on its own thread
         layout = file.layout
-        self.grads = self._views(self._shared, "grads")
-        self._weights = [self._views(self._shared, bank_plane("weights", bank)) for bank in range(layout.banks)]
+        self.memory = Memory(file.descriptor, layout.shared_nbytes)  # with the weights, for other processes
+        grads, shared, end = layout.plane_nbytes["grads"], layout.shared_nbytes, layout.nbytes
+        self._ranges = {"grads": (0, grads), "weights": (grads, shared - grads), "state": (shared, end - shared)}
+        try:
+            self._mapping = Mapping(file.descriptor, layout.nbytes)
+            self._pin("weights", gently=gently)
+        except BaseException as error:
+            file.close()
+            if isinstance(error, OSError):
+                raise CapacityError(f"host memory cannot be mapped: {error}") from None
+            raise
+        self._parts: dict[tuple[str, int], Tensor | None] = {}  # of the state, by bank and segment
+        self._states: dict[str, list[Tensor | None]] = {}  # those of the current banks, by plane
+        self.grads = self._views("grads")
+        self._weights = [self._views(bank_plane("weights", bank)) for bank in range(layout.banks)]
         self.banks = (0,) * len(layout.handles["grads"])
 
     @property
@@ -74,11 +73,6 @@ class ArenaPlanes:
         self._banks, self._states = banks, {}
         self.weights = [self._weights[bank][index] for index, bank in enumerate(banks)]
 
-    @property
-    def file(self) -> ArenaFile:
-        """The arena's file, whose first `layout.shared_nbytes` have the weights."""
-        return self._file
-
     def weights_offset(self, index: int) -> int:
         """Where the current weights of segment `index` begin in the file, in bytes."""
         handle = self._file.layout.handles[bank_plane("weights", self.banks[index])][index]
@@ -86,7 +80,7 @@ class ArenaPlanes:
         return handle.offset
 
     def state(self, plane: str) -> list[Tensor | None]:
-        """A state plane's segments, mapped at the first call. The optimizer must be done with the layer."""
+        """A state plane's segments. The optimizer must be done with the layer."""
         if plane not in self._states:
             self._states[plane] = [self.part(plane, index) for index in range(len(self.banks))]
         return self._states[plane]
@@ -95,58 +89,45 @@ class ArenaPlanes:
         """One segment of a state plane."""
         bank = bank_plane(plane, self.banks[index])
         if (bank, index) not in self._parts:
-            self._parts[bank, index] = self._view(self._whole(), self._file.layout.handles[bank][index])
+            self._parts[bank, index] = self._view(self._file.layout.handles[bank][index])
         return self._parts[bank, index]
 
     def hold_gradients(self, *, gently: bool = True) -> None:
         """Give `grads` memory, and pin it. Raises `CapacityError` if that cannot be."""
-        if not self._holds_gradients:
-            assert self._shared is not None, "not closed"
-            start, nbytes = self._grads_range()
-            self._shared.populate(nbytes)
-            self._transfers.pin(start, nbytes, gently=gently)
-            self._holds_gradients = True
+        self._pin("grads", gently=gently)
 
     def drop_gradients(self) -> None:
         """Free the memory of `grads`. The last update from it must be over."""
-        if self._holds_gradients:
-            self._holds_gradients = False
-            self._transfers.unpin(*self._grads_range())
-            self._file.free(0, self._file.layout.plane_nbytes["grads"])
-
-    def _grads_range(self) -> tuple[int, int]:
-        assert self._shared is not None, "not closed"
-        return self._shared.address, self._file.layout.plane_nbytes["grads"]
-
-    def _weights_range(self) -> tuple[int, int]:
-        start, nbytes = self._grads_range()
-        return start + nbytes, self._file.layout.shared_nbytes - nbytes
+        if self._unpin("grads"):
+            free_pages(self._file.descriptor, *self._ranges["grads"])
 
     def pin_state(self, *, gently: bool = True) -> None:
         """Pin the state planes, for a handover or for visits, so that they are copied at the link's full speed.
 
-        Raises `CapacityError` if they cannot be mapped or pinned.
+        Raises `CapacityError` if they cannot be pinned.
         """
-        with self._pinning:
-            if not self._state_is_pinned:
-                self._transfers.pin(*self._state_range(), gently=gently)
-                self._state_is_pinned = True
+        self._pin("state", gently=gently)
 
     def unpin_state(self) -> None:
+        self._unpin("state")
+
+    def _pin(self, what: str, *, gently: bool) -> None:
+        start, nbytes = self._ranges[what]
         with self._pinning:
-            if self._state_is_pinned:
-                self._transfers.unpin(*self._state_range())
-                self._state_is_pinned = False
+            if what not in self._pinned:
+                if what == "grads":
+                    self._mapping.populate(nbytes)
+                self._transfers.pin(self._mapping.address + start, nbytes, gently=gently)
+                self._pinned.add(what)
 
-    def _state_range(self) -> tuple[int, int]:
-        whole, shared_nbytes = self._whole(), self._file.layout.shared_nbytes
-        return whole.address + shared_nbytes, whole.nbytes - shared_nbytes
-
-    def _whole(self) -> Mapping:
-        with self._mapping_all:
-            if self._all is None:
-                self._all = _mapped(self._file.map_all)
-            return self._all
+    def _unpin(self, what: str) -> bool:
+        """Whether it was pinned."""
+        start, nbytes = self._ranges[what]
+        with self._pinning:
+            if was_pinned := what in self._pinned:
+                self._pinned.remove(what)
+                self._transfers.unpin(self._mapping.address + start, nbytes)
+        return was_pinned
 
     def free_state(self) -> None:
         """Free the memory of the state planes for good, unless somebody has a view of one. Nothing else may use them.
@@ -154,41 +135,30 @@ class ArenaPlanes:
         So what is left of training has room in host memory.
         """
         self.unpin_state()
+        is_viewed = any(part is not None and holders(part) > 1 for part in self._parts.values())
         self._parts.clear()
         self._states.clear()
-        whole, self._all = self._all, None
-        if whole is None or whole.release():
-            start = self._file.layout.shared_nbytes
-            self._file.free(start, self._file.layout.nbytes - start)
+        if not is_viewed:
+            free_pages(self._file.descriptor, *self._ranges["state"])
 
     def close(self) -> None:
         """Unpin and release the mapping. Its pages stay as long as a view exists."""
-        assert self._shared is not None, "closed once"
-        self.unpin_state()
-        self._transfers.unpin(*self._weights_range())
-        if self._holds_gradients:
-            self._transfers.unpin(*self._grads_range())
+        for what in self._ranges:
+            self._unpin(what)
         self._parts.clear()
-        self._shared = self._all = None
+        del self._mapping
         self.grads, self._weights, self.banks = [], [], ()
         self._file.close()
 
-    def _views(self, mapping: Mapping, plane: str) -> list[Tensor]:
-        found = [self._view(mapping, handle) for handle in self._file.layout.handles[plane]]
+    def _views(self, plane: str) -> list[Tensor]:
+        found = map(self._view, self._file.layout.handles[plane])
         return [view for view in found if view is not None]
 
-    def _view(self, mapping: Mapping, handle: TensorHandle | None) -> Tensor | None:
+    def _view(self, handle: TensorHandle | None) -> Tensor | None:
         if handle is None:
             return None
         dtype = DTYPES[handle.dtype]
-        return torch.frombuffer(mapping.buffer, dtype=dtype, count=handle.numel, offset=handle.offset)
-
-
-def _mapped(make: Callable[[], Mapping]) -> Mapping:
-    try:
-        return make()
-    except OSError as error:
-        raise CapacityError(f"host memory cannot be mapped: {error}") from None
+        return torch.frombuffer(self._mapping.buffer, dtype=dtype, count=handle.numel, offset=handle.offset)
 
 
 class DevicePlanes:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from types import NoneType
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -86,14 +86,10 @@ class HostTransfers:
     def __init__(self) -> None:
         self.clock, self.traffic = HostClock(), Traffic()
 
-    def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
-        """Nothing to pin: no DMA engine reads host memory here."""
+    def _nothing(self, *args: Any, **options: Any) -> None:
+        """No DMA engine reads host memory here, and there are no streams: copies have finished."""
 
-    def unpin(self, start: int, nbytes: int) -> None:
-        """Nothing was pinned."""
-
-    def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
-        """There are no streams."""
+    pin = unpin = join = land = keep_for = drain = _nothing
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
         self.traffic.to_host(copies)
@@ -110,9 +106,6 @@ class HostTransfers:
 
     def fence(self) -> Fence:
         return None
-
-    def land(self, transfer: Transfer, stream: Stream = None) -> None:
-        """The copies have already finished."""
 
     def _move(self, copies: Sequence[Copy]) -> Transfer:
         """Copy with memmove: torch's copy would start a second pool of OpenMP threads in the calling thread."""
@@ -150,12 +143,6 @@ class HostTransfers:
 
     def free(self, tensors: Iterable[torch.Tensor], *, after: Iterable[Fence]) -> None:
         free(*tensors)
-
-    def keep_for(self, stream: Stream, tensors: Iterable[torch.Tensor]) -> None:
-        """Nobody else uses their memory."""
-
-    def drain(self) -> None:
-        """Nothing is pending."""
 
 
 class CudaTransfers:

@@ -107,7 +107,7 @@ class Visits:
             read_later += (visit.grads for visit in visits)
         with transfers.visit(read_later):
             for visit, each, part in self._pieces(visits):
-                slot = self._next_slot()
+                slot, self._turn = self._slots[self._turn], (self._turn + 1) % SLOTS
                 away = each.on(visit.state, part)
                 here = slot.planes(away)
                 pairs = [(h, a) for h, a in zip(here, away, strict=True) if h is not None and a is not None]
@@ -115,7 +115,7 @@ class Visits:
                 arrival = transfers.fetch(pairs, after=[slot.returned] if after is None else [slot.returned, after])
                 transfers.land(arrival)
                 each.run(here, host, verdict, part)
-                home = visit.home if each.writes_weights else None
+                home = visit.home if "remainder" in each.uses else None
                 back = [] if home is None else [(home[part], each.weights[part])]
                 slot.returned = returned = transfers.send_back([*[(a, h) for h, a in pairs], *back])
                 after = None  # one stream fetches, in order
@@ -211,12 +211,6 @@ class Visits:
             if slot.returned is None:
                 now = self._transfers.clock.mark()
                 slot.returned = Transfer(self._transfers.fence(), (now, now))
-
-    def _next_slot(self) -> _Slot:
-        """The slot whose turn it is."""
-        slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % SLOTS
-        return slot
 
     def close(self) -> None:
         """Free the slots. No copy may be under way."""

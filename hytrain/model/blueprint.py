@@ -214,7 +214,11 @@ class Blueprint:
                     self._pieces.setdefault(piece.storage, piece)
                     self._others.setdefault(piece.storage, []).append((module, name, piece))
                     setattr(module, name, _meta(value))
-            self._require_none_inside(module, prefix)
+            for name, value in vars(module).items():  # no value would reach what is inside
+                if name not in _OF_MODULES and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value)):
+                    raise UnsupportedError(
+                        f"{prefix or type(module).__name__} has tensors in {name}: make them buffers"
+                    )
         for storage in self._planned.keys() & self._others.keys():
             name = self._planned[storage].names[0]
             raise UnsupportedError(f"{name} shares memory with {self._others[storage][0][1]}, which is no parameter")
@@ -232,12 +236,6 @@ class Blueprint:
         if not planned.piece.is_same(piece):
             raise UnsupportedError(f"{planned.names[0]} and {name} share memory: tie them as one Parameter")
         return planned
-
-    def _require_none_inside(self, module: nn.Module, prefix: str) -> None:
-        """Raise `UnsupportedError` for tensors in the module's lists and dictionaries, which no value would reach."""
-        for name, value in vars(module).items():
-            if name not in _OF_MODULES and any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(value)):
-                raise UnsupportedError(f"{prefix or type(module).__name__} has tensors in {name}: make them buffers")
 
     @property
     def planned(self) -> list[Planned]:

@@ -12,16 +12,16 @@ after shards were cast. What is used of torch's private names is checked when ho
 
 from __future__ import annotations
 
-import weakref
+from collections import OrderedDict
 from collections.abc import Set
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hytrain.errors import UnsupportedError
-from hytrain.memory.clock import Stream
 from hytrain.tensors import is_distributed
 
 _NEEDED: Final = """
@@ -96,28 +96,12 @@ def sharded(group: Any) -> list[nn.Parameter]:
     return [known.sharded_param for known in group.fsdp_params]
 
 
-class Reader(Protocol):
-    """Called when a group's shards are read."""
-
-    def before_gather(self, modules: Stream) -> None:
-        """On the stream that reads the shards, for modules on another one."""
-
-    def after_gather(self) -> None:
-        """On the stream that gathers them."""
-
-    def before_use(self) -> None:
-        """Before modules wait for what is gathered."""
-
-    def after_use(self) -> None:
-        """Before they compute with it."""
-
-
 class Unshard:
     """In the place of a group's `unshard`; its `wait` is in the place of `wait_for_unshard`."""
 
     def __init__(self, group: Any) -> None:
         self._group, self._plain, self._plain_wait = group, group.unshard, group.wait_for_unshard
-        self.readers: list[Reader] = []
+        self.readers: OrderedDict[int, Any] = OrderedDict()
 
     def __call__(self, async_op: bool = False) -> Any:
         group = self._group
@@ -125,19 +109,19 @@ class Unshard:
             return self._plain(async_op)
         modules = torch.cuda.current_stream(group.device) if group.device.type == "cuda" else None
         with self._stream(async_op, 0):
-            for reader in self.readers:
+            for reader in [*self.readers.values()]:
                 reader.before_gather(modules)
         result = self._plain(async_op)
         with self._stream(async_op, 1):
-            for reader in self.readers:
+            for reader in [*self.readers.values()]:
                 reader.after_gather()
         return result
 
     def wait(self) -> Any:
-        for reader in self.readers:
+        for reader in [*self.readers.values()]:
             reader.before_use()
         result = self._plain_wait()
-        for reader in self.readers:
+        for reader in [*self.readers.values()]:
             reader.after_use()
         return result
 
@@ -149,26 +133,11 @@ class Unshard:
         return torch.cuda.stream(group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[which])
 
 
-class ReaderHandle:
-    """Removes what `read_by` registered."""
-
-    def __init__(self, group: Any, reader: Reader) -> None:
-        self._group, self._reader = weakref.ref(group), reader
-
-    def remove(self) -> None:
-        if (group := self._group()) is None:
-            return
-        unshard = vars(group).get("unshard")
-        if isinstance(unshard, Unshard) and self._reader in unshard.readers:
-            unshard.readers.remove(self._reader)
-            if not unshard.readers:
-                del group.unshard, group.wait_for_unshard
-
-
-def read_by(group: Any, reader: Reader) -> ReaderHandle:
-    """Call `reader` at each all-gather of a group's shards."""
+def read_by(group: Any, reader: Any) -> RemovableHandle:
+    """Call `reader`, a `hooks.OnGather`, at each all-gather of a group's shards. Without one, it works as before."""
     if not isinstance(vars(group).get("unshard"), Unshard):
         group.unshard = Unshard(group)
         group.wait_for_unshard = group.unshard.wait
-    group.unshard.readers.append(reader)
-    return ReaderHandle(group, reader)
+    handle = RemovableHandle(group.unshard.readers)
+    group.unshard.readers[handle.id] = reader
+    return handle

@@ -1,6 +1,6 @@
 """The hooks that connect a model to its engine, and that disappear from copies of the model.
 
-    forward of the model or of a block  ─▶ BeforeRoot, BeforeForward ─▶ waits for its layers, and measures them
+    forward of the model or of a block  ─▶ _Calls, BeforeForward     ─▶ waits for its layers, and measures them
     FSDP2 gathers a group's shards      ─▶ OnGather                  ─▶ waits on the stream that reads them, and
                                                                         measures where modules use what was gathered
     any other use of a parameter        ─▶ Watched, BeforeUse        ─▶ waits for this parameter
@@ -163,6 +163,7 @@ class OnGather(_GateHook):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_gather(self, modules: Stream) -> None:
+        """On the stream that reads the shards, for modules on another one."""
         reads = self.target
         if reads is None or self._gate is None:
             return
@@ -173,12 +174,14 @@ class OnGather(_GateHook):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_gather(self) -> None:
+        """On the stream that gathers them."""
         gathered, self._gathered = self._gathered, None
         if gathered is not None:
             gathered()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before_use(self) -> None:
+        """Before modules wait for what is gathered."""
         if (reads := self.target) is None:
             return
         if self._again is not None:
@@ -188,6 +191,7 @@ class OnGather(_GateHook):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after_use(self) -> None:
+        """Before they compute with it."""
         reads, waited, self._waited = self.target, self._waited, None
         if reads is not None and self._gate is not None and waited is not None:
             reads.use_gathered(self._gate, self._arrived, waited)
@@ -216,22 +220,17 @@ for _hook in (BeforeForward, BeforeEvaluation, AfterForward):
     skip_code(_hook.__call__.__code__)
 
 
-class BeforeRoot(_Hook["Engine"]):
-    """Forward pre-hook of the whole model: waits for the parameters that no other pre-hook covers."""
+class _Calls(_Hook[Any]):
+    """Calls a function with its target, and with what the hook gets."""
+
+    def __init__(self, target: Any, call: Callable[..., object] = lambda *args: None) -> None:
+        super().__init__(target)
+        self._call = call
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if (engine := self.target) is not None:
-            engine.before_root()
-
-
-class AfterRoot(_Hook["Reads"]):
-    """Forward hook of the whole model: refuses a second backward through its output before `step()`."""
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if (reads := self.target) is not None:
-            reads.leave_root(output)
+    def __call__(self, *args: Any) -> None:
+        if (target := self.target) is not None:
+            self._call(target, *args)
 
 
 class BeforeUse(_Hook["Uses"]):
@@ -242,9 +241,11 @@ class BeforeUse(_Hook["Uses"]):
             uses.use(parameter)
 
     def around(self, parameter: torch.Tensor) -> AbstractContextManager[Any]:
+        """A context for the operation that uses it."""
         return nullcontext() if (uses := self.target) is None else uses.around(parameter)
 
     def away(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A copy of the value in host memory, if the weights are offloaded."""
         return None if (uses := self.target) is None else uses.away(parameter)
 
 
@@ -261,18 +262,10 @@ class OnGradient(_Hook["Backward"]):
                 backward.on_gradient(self._parameter, tensor)
 
 
-class BeforeStateDict(_Hook["Engine"]):
-    def __call__(self, *args: Any) -> None:
-        if (engine := self.target) is not None:
-            engine.synchronize()
-
-
-class BeforeLoadStateDict(_Hook["Engine"]):
-    def __call__(self, *args: Any) -> None:
-        if (engine := self.target) is not None:
-            engine.before_load("model.load_state_dict()")
-            engine.synchronize()
-            engine.uses.forget_copies()
+def _before_loading(engine: Engine, *args: Any) -> None:
+    engine.before_load("model.load_state_dict()")
+    engine.synchronize()
+    engine.uses.forget_copies()
 
 
 class _OursLeftOut:
@@ -336,8 +329,7 @@ def attach(
     if "torch._dynamo" in sys.modules:  # code compiled before would call only the hooks of that time
         torch.compiler.reset()
     hooks: list[_Hook[Any]] = []
-    handles: list[RemovableHandle | fsdp.ReaderHandle] = []
-
+    handles: list[RemovableHandle] = []
     left_out: list[Callable[[], None]] = []
 
     def detach() -> None:
@@ -350,7 +342,7 @@ def attach(
         for known in parameters:
             known.release()
 
-    def hang(register: Callable[..., RemovableHandle | fsdp.ReaderHandle], hook: _Hook[Any], **options: Any) -> None:
+    def hang(register: Callable[..., RemovableHandle], hook: _Hook[Any], **options: Any) -> None:
         hooks.append(hook)
         handles.append(register(hook, **options))
 
@@ -368,8 +360,12 @@ def attach(
                 hang(encoder.register_forward_pre_hook, BeforeEvaluation(reads, first), prepend=True)
                 hang(encoder.register_forward_hook, AfterForward(reads, first), always_call=True)
         for root in roots(model):
-            hang(root.register_forward_pre_hook, BeforeRoot(engine), prepend=True)
-            hang(root.register_forward_hook, AfterRoot(reads), always_call=True)
+            # It waits for the parameters that no other pre-hook covers.
+            hang(root.register_forward_pre_hook, _Calls(engine, lambda engine, *_: engine.before_root()), prepend=True)
+            # It refuses a second backward through the output before `step()`.
+            hang(
+                root.register_forward_hook, _Calls(reads, lambda reads, *of: reads.leave_root(of[-1])), always_call=True
+            )
         for known in parameters:
             hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine.backward, known))
         hooks.append(before_use := BeforeUse(engine.uses))
@@ -378,9 +374,9 @@ def attach(
             known.watch_with(watched[type(known.parameter)])
         modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]  # all frozen
         for module in modules:
-            hang(module.register_state_dict_pre_hook, BeforeStateDict(engine))
-            hang(module.register_load_state_dict_pre_hook, BeforeLoadStateDict(engine))
-        left_out.append(_leave_out(model, {handle.id for handle in handles if isinstance(handle, RemovableHandle)}))
+            hang(module.register_state_dict_pre_hook, _Calls(engine, lambda engine, *_: engine.synchronize()))
+            hang(module.register_load_state_dict_pre_hook, _Calls(engine, _before_loading))
+        left_out.append(_leave_out(model, {handle.id for handle in handles}))
     except BaseException:
         detach()
         raise

@@ -97,11 +97,12 @@ class ModelLayer:
         def segment(piece: Piece) -> messages.Segment:
             parameter, group = piece.parameter, group_of[id(piece.parameter)]
             is_matrix = rules[group] in ON_DEVICE
+            sent = grad_dtype if grad_dtype is not None and parameter.dtype is torch.float32 else parameter.dtype
             return messages.Segment(
                 name=piece.name if piece.is_whole else f"{piece.name}[{piece.start}]",
                 numel=piece.numel,
                 dtype=_DTYPE_NAMES[parameter.dtype],
-                grads_dtype=_DTYPE_NAMES[_grads_dtype(parameter, grad_dtype)],
+                grads_dtype=_DTYPE_NAMES[sent],
                 group=group,
                 state_dtype=precision.state_dtype,
                 master_dtype=precision.master_dtype if parameter.dtype is torch.bfloat16 else "float32",
@@ -178,10 +179,6 @@ def _blocks_of(model: nn.Module) -> list[nn.Module]:
     if largest is None or cut_off[id(largest)] == 0:
         return []
     return [child for child in largest.children() if any(True for _ in child.parameters())]
-
-
-def _grads_dtype(parameter: nn.Parameter, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and parameter.dtype is torch.float32 else parameter.dtype
 
 
 def _refuse(name: str, parameter: nn.Parameter) -> None:

@@ -1,6 +1,6 @@
 """Which rank has which part of each parameter, so that a sum over all ranks counts replicas once.
 
-    rank r: (stage, name, offsets, shape) of each part ── gather ──▶ the first rank that has a part counts it
+    rank r: (stage, name, spans) of each part ── gather ──▶ the first rank that has a part counts it
 
 Ranks of one pipeline stage train the same parameters, and share them out by the DTensors' meshes. Stages differ.
 """
@@ -15,7 +15,7 @@ from torch import nn
 
 from hytrain.errors import UnsupportedError, UsageError, warn
 from hytrain.run.ranks import Ranks
-from hytrain.tensors import is_distributed, local
+from hytrain.tensors import Spans, is_distributed, spans
 
 _COPIES: Final = (
     "{} has other values on rank {} than on the first rank that has it, though name and shape are the same: HyTrain "
@@ -24,7 +24,7 @@ _COPIES: Final = (
 )
 
 Named = Sequence[tuple[str, nn.Parameter]]
-Part = tuple[str, tuple[int, ...], tuple[int, ...]]
+Part = tuple[str, Spans]
 
 
 def counted_here(ranks: Ranks, stage: int, named: Named, hyper: Sequence[tuple[object, ...]]) -> set[int]:
@@ -41,7 +41,7 @@ def counted_here(ranks: Ranks, stage: int, named: Named, hyper: Sequence[tuple[o
         (name, tuple(parameter.shape), str(parameter.dtype), *numbers)
         for (name, parameter), numbers in zip(named, hyper, strict=True)
     ]
-    parts = {id(parameter): _part(name, parameter) for name, parameter in named}
+    parts = {id(parameter): (name, spans(parameter)) for name, parameter in named}
     found = ranks.gather((stage, whole, list(parts.values()), _meshes(named)))
     first: dict[tuple[int, Part], int] = {}
     for rank, (its_stage, _, theirs, _) in enumerate(found):
@@ -79,17 +79,6 @@ def _why_not(rank: int, found: list[tuple[int, list[object], list[Part], set[int
             "DistributedDataParallel does), or parallelize_module; of a pipeline, pass pipeline_group"
         )
     return None
-
-
-def _part(name: str, parameter: nn.Parameter) -> Part:
-    """This rank's part of a parameter: name, offsets and shape in the whole."""
-    if not is_distributed(parameter):
-        return name, (0,) * parameter.dim(), tuple(parameter.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    assert tuple(shape) == tuple(local(parameter).shape), "a DTensor's local part is what its placements say"
-    return name, tuple(offsets), tuple(shape)
 
 
 def _meshes(named: Named) -> set[int]:

@@ -54,6 +54,11 @@ class Sum(Protocol):
         """Multiply it in place by this number, of its dtype and on its device, now or when it is read."""
 
 
+def _settled(name: str) -> Any:
+    """A method whose result has the tensor's memory."""
+    return lambda self, *args, **options: getattr(self._total.settle(), name)(*args, **options)
+
+
 class SummedGradient(Tensor):
     """A gradient with the values of a sum."""
 
@@ -120,17 +125,10 @@ class SummedGradient(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._total.value().clone().__reduce_ex__(protocol)
 
-    def numpy(self, *args: Any, **options: Any) -> Any:
-        return self._total.settle().numpy(*args, **options)
-
     def tolist(self) -> Any:
         return self._total.value().tolist()
 
-    def __array__(self, *args: Any, **options: Any) -> Any:
-        return self._total.settle().__array__(*args, **options)
-
-    def __dlpack__(self, *args: Any, **options: Any) -> Any:
-        return self._total.settle().__dlpack__(*args, **options)
+    numpy, __array__, __dlpack__ = map(_settled, ("numpy", "__array__", "__dlpack__"))
 
 
 #: Of these types, torch clips gradients with operators for lists, whose norms have bits of their own on a GPU.

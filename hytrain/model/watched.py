@@ -12,11 +12,10 @@ that have a `__torch_function__`, the operation then runs with parameters of the
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, ClassVar, Final, Protocol, cast
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,22 +45,21 @@ _HARMLESS: Final = {
 }  # fmt: skip
 
 
-class BeforeUse(Protocol):
-    """Whoever watches: is called before a parameter's value is used on its device."""
+def _of_plain(name: str) -> Any:
+    """A method that looks at the parameter's class, too."""
 
-    def __call__(self, parameter: Tensor) -> None: ...
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        type(self).before_use(self)
+        with _of_plain_classes([self]):
+            return getattr(self, name)(*args, **options)
 
-    def around(self, parameter: Tensor) -> AbstractContextManager[Any]:
-        """A context for the operation that uses it."""
-
-    def away(self, parameter: Tensor) -> Tensor | None:
-        """A copy of the value in host memory, if the weights are offloaded."""
+    return method
 
 
 class Watched:
-    """The base of the classes that watched parameters have. `before_use` is the hook of the one who watches."""
+    """The base of the classes that watched parameters have. `before_use` is a `hooks.BeforeUse`."""
 
-    before_use: ClassVar[BeforeUse]
+    before_use: ClassVar[Any]
     plain: ClassVar[type]
 
     @classmethod
@@ -81,7 +79,8 @@ class Watched:
                 if func == _DATA:
                     return args[0].detach()  # the same tensor, but autograd counts what is written to it
             result = func(*args, **(kwargs or {}))
-            if _is_in_place_foreach(func):
+            name: str = getattr(func, "__name__", "")
+            if name.startswith("_foreach_") and name.endswith("_"):
                 for parameter in filter(is_distributed, _found_in(args[:1])):
                     count_write(parameter)  # torch does not, of DTensors
             return result
@@ -89,7 +88,7 @@ class Watched:
     def detach(self) -> Tensor:
         caller = sys._getframe(1).f_code
         if caller is nn.Module._save_to_state_dict.__code__:  # of offloaded weights, it takes no GPU memory
-            away = type(self).before_use.away(cast(Tensor, self))
+            away: Tensor | None = type(self).before_use.away(cast(Tensor, self))
             if away is not None:
                 return away
         detached = Tensor.detach(cast(Tensor, self))
@@ -97,25 +96,7 @@ class Watched:
             detached.__class__ = type(self)  # type: ignore[assignment]
         return detached
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with self._as_plain() as parameter:
-            return copy.deepcopy(parameter, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with self._as_plain() as parameter:
-            return parameter.__reduce_ex__(protocol)
-
-    def __repr__(self) -> str:
-        with self._as_plain() as parameter:
-            return repr(parameter)
-
-    @contextmanager
-    def _as_plain(self) -> Iterator[Tensor]:
-        """The parameter, for readers that look at its class too."""
-        parameter = cast(Tensor, self)
-        type(self).before_use(parameter)
-        with _of_plain_classes([self]):
-            yield parameter
+    __deepcopy__, __reduce_ex__, __repr__ = map(_of_plain, ("__deepcopy__", "__reduce_ex__", "__repr__"))
 
 
 class _WatchedDTensor(Watched):
@@ -126,21 +107,10 @@ class _WatchedDTensor(Watched):
         detached._local_tensor = local(cast(Tensor, self))  # writes to this rank's part count for the parameter, too
         return cast(Tensor, detached)
 
-    def to_local(self, **options: Any) -> Tensor:
-        return self._used("to_local", **options)
-
-    def full_tensor(self, **options: Any) -> Tensor:
-        return self._used("full_tensor", **options)
-
-    def redistribute(self, *args: Any, **options: Any) -> Tensor:
-        return self._used("redistribute", *args, **options)
-
-    def _used(self, method: str, *args: Any, **options: Any) -> Tensor:
-        with self._as_plain() as parameter:
-            return cast(Tensor, getattr(parameter, method)(*args, **options))
+    to_local, full_tensor, redistribute = map(_of_plain, ("to_local", "full_tensor", "redistribute"))
 
 
-def watched_class(plain: type, before_use: BeforeUse) -> type:
+def watched_class(plain: type, before_use: Any) -> type:
     """A subclass of `plain`, with its name, for parameters whose uses call `before_use` first."""
     name_space = {"before_use": staticmethod(before_use), "plain": plain, "__module__": plain.__module__}
     base = _WatchedDTensor if hasattr(plain, "to_local") else Watched
@@ -164,11 +134,6 @@ def _answers(kind: Any) -> bool:
     """Whether torch would ask this class: of a watched one, the parameter's own."""
     own = kind.plain if issubclass(kind, Watched) else kind
     return own.__torch_function__ is not torch._C._disabled_torch_function_impl
-
-
-def _is_in_place_foreach(func: Any) -> bool:
-    name: str = getattr(func, "__name__", "")
-    return name.startswith("_foreach_") and name.endswith("_")
 
 
 def _found_in(values: Iterable[Any]) -> Iterator[Any]:

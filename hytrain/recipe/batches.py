@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from hytrain.errors import ConfigError
@@ -72,66 +71,35 @@ class Batch:
         return {**tensors, "use_cache": False}
 
 
-class Source(Protocol):
-    """Training batches by step."""
+class Batches:
+    """Endless batches: in epochs, each in an order of its own, or at random places. `rows`: the sequences of an epoch.
 
-    @property
-    def rows(self) -> int | None:
-        """The sequences of one epoch, or None if there is no end to them."""
+    A sequence begins at each of its `places`; those `stride` apart do not overlap.
+    """
+
+    def __init__(self, sequences: Sequences, seed: int, batch_size: int, *, in_epochs: bool) -> None:
+        self._sequences, self._seed, self._size, self._in_epochs = sequences, seed, batch_size, in_epochs
+        self._epoch, self._order = -1, np.zeros(0, np.int64)
+        self.rows = _apart(sequences)
 
     def at(self, step: int) -> Batch:
-        """The batch of one step (from 0)."""
+        """The batch of one step (from 0). In epochs, one at the end of an epoch goes on with the next."""
+        if self._in_epochs:
+            numbers = range(step * self._size, (step + 1) * self._size)
+            places = self._sequences.stride * np.array([*map(self._shuffled, numbers)])
+        else:
+            places = _generator(self._seed, step).integers(self._sequences.places, size=self._size)
+        return self._sequences.batch(places)
 
-
-class Shuffled:
-    """Endless epochs over `count` rows, each in an order of its own."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.count = count
-        self.seed = seed
-        self._epoch = -1
-        self._order: NDArray[np.int64] = np.zeros(0, np.int64)
-
-    def at(self, step: int, size: int) -> list[int]:
-        """The rows of a step's batch. A batch at the end of an epoch goes on with the next."""
-        return [self._row(i) for i in range(step * size, (step + 1) * size)]
-
-    def _row(self, i: int) -> int:
-        epoch, place = divmod(i, self.count)
+    def _shuffled(self, number: int) -> int:
+        epoch, place = divmod(number, _apart(self._sequences))
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, _generator(self.seed, epoch).permutation(self.count)
+            self._epoch, self._order = epoch, _generator(self._seed, epoch).permutation(_apart(self._sequences))
         return int(self._order[place])
 
 
-def steps_of(epochs: float, rows: int, batch_size: int) -> int:
-    """The steps that see every row `epochs` times. Rows of a further epoch fill the last batch."""
-    return max(1, math.ceil(epochs * rows / batch_size))
-
-
-class TextBatches:
-    """Windows of a text: at random positions or, in epochs, side by side in a random order."""
-
-    def __init__(
-        self, tokens: Tensor, seed: int, batch_size: int, sequence_length: int, in_epochs: bool = False
-    ) -> None:
-        _refuse_short(tokens, sequence_length, "training")
-        self.tokens = tokens
-        self.seed = seed
-        self.shape = (batch_size, sequence_length)
-        self.rows = len(tokens) // sequence_length
-        self._order = Shuffled(self.rows, seed) if in_epochs else None
-
-    def at(self, step: int) -> Batch:
-        batch_size, length = self.shape
-        if self._order is None:
-            starts = _generator(self.seed, step).integers(len(self.tokens) - length + 1, size=batch_size)
-        else:
-            starts = np.array(self._order.at(step, batch_size)) * length
-        return _windows(self.tokens, starts, length)
-
-
 class RandomBatches:
-    """Uniformly random tokens, for measuring speed."""
+    """Uniformly random tokens, for measuring speed: there is no end to them."""
 
     rows = None
 
@@ -145,8 +113,26 @@ class RandomBatches:
         return Batch(tokens, tokens)
 
 
+class Windows:
+    """Windows of a text."""
+
+    def __init__(self, tokens: Tensor, length: int, part: str = "training") -> None:
+        if len(tokens) < length:
+            raise ConfigError(
+                f"The {part} text has {len(tokens)} tokens, less than one window of {length}; "
+                "give more text or a smaller data.sequence_length."
+            )
+        self.tokens, self.stride, self.places = tokens, length, len(tokens) - length + 1
+
+    def batch(self, places: Any) -> Batch:
+        windows = self.tokens[torch.as_tensor(places)[:, None] + torch.arange(self.stride)].long()
+        return Batch(windows, windows)
+
+
 class Rows:
     """Examples in sequences: one in each, or packed."""
+
+    stride = 1
 
     def __init__(self, examples: Sequence[Example], sequence_length: int, packing: bool, pad: int) -> None:
         self.examples = examples
@@ -155,12 +141,13 @@ class Rows:
         self.pad = pad
         lengths = [len(example.tokens) for example in examples]
         self.rows = pack(lengths, sequence_length) if packing else [[i] for i in range(len(lengths))]
+        self.places = len(self.rows)
 
-    def batch(self, rows: Sequence[int]) -> Batch:
+    def batch(self, places: Any) -> Batch:
         """Packed rows have `sequence_length` tokens, others as many as the longest of them."""
-        members = [[self.examples[i] for i in self.rows[row]] for row in rows]
+        members = [[self.examples[i] for i in self.rows[row]] for row in places]
         width = self.length if self.packing else max(len(example.tokens) for [example] in members)
-        tokens = np.full((len(rows), width), self.pad, np.int64)
+        tokens = np.full((len(members), width), self.pad, np.int64)
         labels = np.full_like(tokens, IGNORED)
         mask, positions = np.zeros_like(tokens), np.zeros_like(tokens)
         for row, examples in enumerate(members):
@@ -181,50 +168,29 @@ class Rows:
         )
 
 
-class ExampleBatches:
-    """Rows of examples in epochs, each in an order of its own."""
-
-    def __init__(self, rows: Rows, seed: int, batch_size: int) -> None:
-        self.rows = len(rows.rows)
-        self.batch_size = batch_size
-        self._rows = rows
-        self._order = Shuffled(self.rows, seed)
-
-    def at(self, step: int) -> Batch:
-        return self._rows.batch(self._order.at(step, self.batch_size))
+def steps_of(epochs: float, rows: int, batch_size: int) -> int:
+    """The steps that see every row `epochs` times. Rows of a further epoch fill the last batch."""
+    return max(1, math.ceil(epochs * rows / batch_size))
 
 
-def validation_windows(tokens: Tensor, count: int, batch_size: int, sequence_length: int) -> Iterator[Batch]:
-    """At most `count` batches of windows spread evenly over the tokens.
+def spread(sequences: Sequences, count: int, batch_size: int) -> Iterator[Batch]:
+    """At most `count` batches of sequences spread evenly over all.
 
     A short text gives fewer, because windows do not overlap, except where their positions are rounded.
     """
-    _refuse_short(tokens, sequence_length, "validation")
-    windows = min(count * batch_size, len(tokens) // sequence_length)
-    starts = np.linspace(0, len(tokens) - sequence_length, windows).astype(np.int64)
-    for first in range(0, windows, batch_size):
-        yield _windows(tokens, starts[first : first + batch_size], sequence_length)
+    chosen = min(count * batch_size, _apart(sequences))
+    places = np.linspace(0, sequences.places - 1, chosen).astype(np.int64)
+    for first in range(0, chosen, batch_size):
+        yield sequences.batch(places[first : first + batch_size])
 
 
-def validation_examples(rows: Rows, count: int, batch_size: int) -> Iterator[Batch]:
-    """At most `count` batches of rows spread evenly over all."""
-    chosen = np.linspace(0, len(rows.rows) - 1, min(count * batch_size, len(rows.rows))).astype(np.int64)
-    for first in range(0, len(chosen), batch_size):
-        yield rows.batch(chosen[first : first + batch_size].tolist())
+def _apart(sequences: Sequences) -> int:
+    """How many sequences there are that do not overlap."""
+    return (sequences.places - 1) // sequences.stride + 1
+
+
+Sequences = Windows | Rows
 
 
 def _generator(seed: int, step: int) -> np.random.Generator:
     return np.random.default_rng((seed, step))
-
-
-def _windows(tokens: Tensor, starts: NDArray[np.int64], length: int) -> Batch:
-    windows = tokens[torch.from_numpy(starts)[:, None] + torch.arange(length)].long()
-    return Batch(windows, windows)
-
-
-def _refuse_short(tokens: Tensor, length: int, part: str) -> None:
-    if len(tokens) < length:
-        raise ConfigError(
-            f"The {part} text has {len(tokens)} tokens, less than one window of {length}; "
-            "give more text or a smaller data.sequence_length."
-        )

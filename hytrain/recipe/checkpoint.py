@@ -16,17 +16,16 @@ The loop calls `begin` and `save`; at the start of a resumed run it calls `find`
 
 from __future__ import annotations
 
-import base64
-import functools
 import json
 import logging
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,9 +43,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hytrain.errors import ConfigError, SavingError
 from hytrain.memory.capacity import gpu_memory
-from hytrain.memory.loan import borrow
+from hytrain.memory.loan import copied
+from hytrain.optimizer import Optimizer
 from hytrain.recipe.config import Recipe, Train
-from hytrain.recipe.optimizer import TrainingOptimizer
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.tokenizer import TextTokenizer
 from hytrain.run.environment import versions
@@ -72,7 +71,7 @@ def save(
     step: int,
     model: Any,
     tokenizer: TextTokenizer | None,
-    opt: TrainingOptimizer,
+    opt: Optimizer,
     recipe: Recipe,
     job: Job,
     saver: Saver,
@@ -144,6 +143,7 @@ def export(model: Any, folder: Path, job: Job) -> Callable[[], None]:
         return _done
     state, shapes = parts
     plan = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=MAX_FILE_BYTES)
+    files, described = plan.filename_to_tensors, {name: (each.dtype, each.shape) for name, each in shapes.items()}
     with job.ranks.together(), _writing(folder):
         if job.speaks:
             model.save_pretrained(folder, state_dict={})  # everything but the weights
@@ -153,34 +153,21 @@ def export(model: Any, folder: Path, job: Job) -> Callable[[], None]:
                 (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
 
     def write(file: str, names: list[str], tensors: Iterator[Tensor]) -> None:
-        described = {name: (shapes[name].dtype, shapes[name].shape) for name in names}
-        tensor_file.write(folder / file, described, tensors, {})
+        tensor_file.write(folder / file, {name: described[name] for name in names}, tensors, {})
 
-    def write_all(found: dict[str, Tensor], in_parallel: bool) -> None:
-        files = plan.filename_to_tensors.items()
+    def write_all(found: Mapping[str, Tensor], in_parallel: bool) -> None:
         with _writing(folder):
-            writing = [functools.partial(write, file, names, map(found.__getitem__, names)) for file, names in files]
+            writing = [partial(write, file, names, map(found.__getitem__, names)) for file, names in files.items()]
             tensor_file.write_all(writing, in_parallel=in_parallel)
 
     if job.mesh is None:
         tensor_file.await_devices(state.values())
-        described = {name: (shape.dtype, shape.shape) for name, shape in shapes.items()}
-        loan = borrow(gpu_memory(model.device), described)
-        if loan is None:
-            write_all(state, in_parallel=True)
-            return _done
-        for name in shapes:
-            loan.put(name, state[name])
-        tensor_file.await_devices(loan.copies.values())
-
-        def write_copies() -> None:
-            try:
-                write_all(loan.copies, in_parallel=False)
-            finally:
-                loan.give_back()
-
-        return write_copies
-    for number, (file, names) in enumerate(plan.filename_to_tensors.items()):
+        loan = copied(gpu_memory(model.device), described, state.__getitem__, job.ranks)
+        if loan is not None:
+            return partial(loan.end_with, partial(write_all, in_parallel=False))
+        write_all(state, in_parallel=True)
+        return _done
+    for number, (file, names) in enumerate(files.items()):
         whole = map(_whole, map(state.__getitem__, names))
         with job.ranks.together(), _writing(folder):
             try:
@@ -359,7 +346,7 @@ def _verify(folder: Path) -> None:
     _read(folder)
 
 
-def restore(folder: Path, opt: TrainingOptimizer, job: Job) -> int:
+def restore(folder: Path, opt: Optimizer, job: Job) -> int:
     """Loads the optimizer and the random generators; returns the number of finished steps.
 
     If the checkpoint is of another number of ranks, the generators begin anew.
@@ -370,9 +357,8 @@ def restore(folder: Path, opt: TrainingOptimizer, job: Job) -> int:
         _log.warning("%s was saved with %s: the bits may differ from here on", folder.name, ", ".join(sorted(others)))
     with locked(folder, shared=True):  # the run that has saved it may go on, and removes its oldest
         opt.load(folder / OPTIMIZER_FOLDER)
-    randoms = state.random if isinstance(state.random, list) else [state.random]
-    if len(randoms) == job.ranks.world:
-        randoms[job.ranks.rank].set()
+    if len(state.random) == job.ranks.world:
+        state.random[job.ranks.rank].set()
     else:
         torch.manual_seed(job.seed(state.recipe["run"]["seed"], state.step))
     return state.step
@@ -390,20 +376,23 @@ def _lines(run_dir: Path, folders: list[Path]) -> list[str]:
     return [folder.name if folder.parent == own else str(folder) for folder in folders]
 
 
+_STRICT = ConfigDict(frozen=True, strict=True, ser_json_bytes="base64", val_json_bytes="base64")
+
+
 class _Random(BaseModel):
     """The random generators of a rank. They are tried out as they are read, so that `set` does not fail."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", **_STRICT)
 
     python: tuple[int, list[int], float | None]
-    torch: str
-    cuda: str | None = None
+    torch: bytes
+    cuda: bytes | None = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         try:
             random.Random().setstate(self._of_python)
-            torch.Generator().set_state(_decoded(self.torch))
+            torch.Generator().set_state(_tensor(self.torch))
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"no generator has this state: {error}") from None
         return self
@@ -411,14 +400,14 @@ class _Random(BaseModel):
     @classmethod
     def now(cls) -> Self:
         version, words, gauss = random.getstate()
-        cuda = _encoded(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None
-        return cls(python=(version, list(words), gauss), torch=_encoded(torch.get_rng_state()), cuda=cuda)
+        cuda = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else None
+        return cls(python=(version, list(words), gauss), torch=torch.get_rng_state().numpy().tobytes(), cuda=cuda)
 
     def set(self) -> None:
         random.setstate(self._of_python)
-        torch.set_rng_state(_decoded(self.torch))
+        torch.set_rng_state(_tensor(self.torch))
         if self.cuda is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(_decoded(self.cuda))
+            torch.cuda.set_rng_state(_tensor(self.cuda))
 
     @property
     def _of_python(self) -> tuple[Any, ...]:
@@ -427,12 +416,12 @@ class _Random(BaseModel):
 
 
 class _State(BaseModel):
-    """The content of `STATE_FILE`. `random` is of each rank; before there were several, it was that of one."""
+    """The content of `STATE_FILE`. `random` is of each rank."""
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    model_config = _STRICT
 
     step: int = Field(ge=0)
-    random: list[_Random] | _Random
+    random: list[_Random]
     recipe: dict[str, Any]
     run: str | None = None
     parent: str | None = None
@@ -461,9 +450,5 @@ def _read(folder: Path) -> _State:
     raise ConfigError(f"The checkpoint {folder} is damaged: {STATE_FILE}: {why}; resume from another.")
 
 
-def _encoded(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
-
-
-def _decoded(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+def _tensor(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

@@ -11,21 +11,28 @@ that was seen.
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
-from hytrain.recipe.divergence import Divergence
-from hytrain.recipe.optimizer import TrainingOptimizer
+from hytrain.optimizer import Optimizer
+from hytrain.recipe import config
+from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress, Speed
-from hytrain.recipe.readout import Readout
 from hytrain.recipe.task import Task
 from hytrain.recipe.validation import Validation
+from hytrain.tensors import local
 from hytrain.trackers import Trackers
 from protocol.metrics import records
+
+SKIPPED_IN_A_ROW = 20
 
 
 @dataclass(slots=True)
@@ -54,13 +61,95 @@ class History:
             self.validation.append((step, record["validation_loss"]))
 
 
+class Divergence:
+    """Whether training has diverged: a loss, a validation loss or weights that are not finite.
+
+    `step` is the first step that shows it, counted from 1, or None; `sign` says what was seen. Where steps whose
+    gradients are not finite are skipped, one such step may be that of a bad batch, and float16 begins with some. Then
+    it takes many of them in a row. The loop has the weights checked before it saves them, and stops.
+    """
+
+    step: int | None = None
+    sign = ""
+
+    def __init__(self, train: config.Train) -> None:
+        self._skips = train.on_nonfinite == "skip" or train.loss_scale is not None
+        self._in_a_row = 0
+
+    def look_at_step(self, step: int, loss: float, grad_norm: float) -> None:
+        """`grad_norm` is any finite number if it is not known."""
+        if not self._skips:
+            if not math.isfinite(loss):
+                self._note(step, f"the loss of step {step} is {loss}")
+            return
+        self._in_a_row = 0 if math.isfinite(loss) and math.isfinite(grad_norm) else self._in_a_row + 1
+        if self._in_a_row == SKIPPED_IN_A_ROW:
+            self._note(
+                step, f"the last {SKIPPED_IN_A_ROW} steps until step {step} had a loss or gradients with inf or NaN"
+            )
+
+    def look_at_validation(self, step: int, loss: float) -> None:
+        if not math.isfinite(loss):
+            self._note(step, f"the validation loss after step {step} is {loss}")
+
+    @torch.no_grad()
+    def look_at_weights(self, step: int, model: nn.Module, job: Job) -> bool:
+        """Whether all parameters are finite, on all ranks. Waits for the device."""
+        weights = [shard for shard in map(local, model.parameters()) if shard.numel()]
+        finite = all(job.ranks.gather(bool(get_total_norm(weights, norm_type=math.inf).isfinite())))
+        if not finite:
+            self._note(step, f"the weights after step {step} are not finite")
+        return finite
+
+    def _note(self, step: int, sign: str) -> None:
+        if self.step is None:
+            self.step, self.sign = step, sign
+
+
+class Readout:
+    """Reads a step's numbers from tensors without waiting for the GPU: those of one step with the next step's copy.
+
+    At most one step's numbers are pending. On a CPU they are tensors that are read later.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._slots = [torch.zeros(0, dtype=torch.float32), torch.zeros(0, dtype=torch.float32)]
+        self._event: torch.cuda.Event | None = None
+        self._names: tuple[str, ...] | None = None
+
+    def swap(self, numbers: Mapping[str, Tensor]) -> dict[str, float] | None:
+        """Starts reading `numbers`, scalars of any dtype, and returns the previous ones, or None."""
+        values = torch.stack([number.detach().float() for number in numbers.values()])
+        if self._slots[1].shape != values.shape:
+            self._slots[1] = torch.zeros(values.shape, dtype=torch.float32, device="cpu", pin_memory=self._on_gpu)
+        slot, event = self._slots[1], None
+        slot.copy_(values, non_blocking=self._on_gpu)
+        if self._on_gpu:
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+        previous = self.take()
+        self._slots.reverse()
+        self._event, self._names = event, tuple(numbers)
+        return previous
+
+    def take(self) -> dict[str, float] | None:
+        """The pending numbers, or None if there are none. Waits for their copy."""
+        if self._names is None:
+            return None
+        if self._event is not None:
+            self._event.synchronize()
+        names, self._names = self._names, None
+        return dict(zip(names, self._slots[0].tolist(), strict=True))
+
+
 class Journal:
     """Takes one `note` per step; `validated` writes the last entry."""
 
     def __init__(
         self,
         task: Task,
-        opt: TrainingOptimizer,
+        opt: Optimizer,
         progress: Progress,
         history: History,
         trackers: Trackers,

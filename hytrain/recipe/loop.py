@@ -11,22 +11,21 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import cast
 
 import torch
 
 from hytrain.config import joined_cluster
 from hytrain.errors import ConfigError, Diverged, SavingError
+from hytrain.optimizer import Optimizer
 from hytrain.recipe import checkpoint, report
 from hytrain.recipe.batches import Batch
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.journal import History, Journal
-from hytrain.recipe.optimizer import Factory, TrainingOptimizer, hytrain_optimizer
+from hytrain.recipe.optimizer import Factory, factors, hytrain_optimizer, scheduler
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.progress import Progress
 from hytrain.recipe.report import Summary
-from hytrain.recipe.schedule import factors, scheduler
 from hytrain.recipe.task import Task, assemble
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.ranks import Ranks
@@ -35,7 +34,7 @@ from hytrain.state.saver import Saver
 from hytrain.trackers import Trackers, check_trackers
 
 
-def backward_in_turn(task: Task, opt: TrainingOptimizer, parts: Iterable[tuple[Batch, float]]) -> torch.Tensor:
+def backward_in_turn(task: Task, opt: Optimizer, parts: Iterable[tuple[Batch, float]]) -> torch.Tensor:
     """Forward and backward of a step's parts. Returns the sum of their mean losses over their divisors, shape ()."""
     total = torch.zeros((), device=task.device)
     for part, divisor in parts:
@@ -47,7 +46,7 @@ def backward_in_turn(task: Task, opt: TrainingOptimizer, parts: Iterable[tuple[B
 
 
 #: What trains a step's parts: `backward_in_turn`, or what shares them with others.
-Backward = Callable[[Task, TrainingOptimizer, Iterable[tuple[Batch, float]]], torch.Tensor]
+Backward = Callable[[Task, Optimizer, Iterable[tuple[Batch, float]]], torch.Tensor]
 
 
 def train(
@@ -111,7 +110,7 @@ def train(
 
 def run_steps(
     task: Task,
-    opt: TrainingOptimizer,
+    opt: Optimizer,
     journal: Journal,
     progress: Progress,
     run_dir: Path,
@@ -127,7 +126,7 @@ def run_steps(
     """
     model, plan, divergence, job = task.model, task.recipe.train, journal.divergence, task.job
     job.decided(lambda: None)  # from here on a signal ends all ranks together
-    schedule = scheduler(cast(torch.optim.Optimizer, opt), plan, steps.start)
+    schedule = scheduler(opt, plan, steps.start)
     validation, saved = None, None
     opt.checkpoint_requested()  # from the first step on, monitors hear that it is heeded
     for step in steps:

@@ -1,55 +1,31 @@
-"""The interface of an optimizer in the loop, and HyTrain's own optimizer made from a recipe.
-
-The loop and the checkpoints use the protocol alone, so a plain PyTorch optimizer can implement it.
-"""
+"""The optimizer that a recipe asks for, and its learning rate: linear warm-up, then one of Transformers' schedules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from hytrain.checks import muon_groups
+from hytrain.errors import ConfigError
+from hytrain.optimizer import Optimizer
+from hytrain.recipe import config
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.model import decay_groups
-from hytrain.statistics import Statistics
 
 Process = tuple[str, int, Iterable[int]]  # role, process ID, cores
+Factory = Callable[[nn.Module, Recipe], Optimizer]
 
 
-class TrainingOptimizer(Protocol):
-    """An optimizer of HyTrain as the loop uses it: a `torch.optim.Optimizer` that writes a log and saves itself."""
-
-    param_groups: list[dict[str, Any]]
-
-    @property
-    def grad_norm(self) -> Tensor | None: ...
-    @property
-    def loss_scale(self) -> Tensor | None: ...
-    def scale(self, loss: Tensor) -> Tensor: ...
-    def step(self) -> object: ...
-    def zero_grad(self) -> None: ...
-    def synchronize(self) -> None: ...
-    def log(self, step: int, **numbers: float) -> None: ...
-    def statistics(self) -> Statistics: ...
-    def checkpoint_requested(self) -> bool: ...
-    def async_save(self, folder: Path) -> Future[None]: ...
-    def load(self, folder: Path) -> None: ...
-    def processes(self) -> list[Process]: ...
-
-
-Factory = Callable[[nn.Module, Recipe], TrainingOptimizer]
-
-
-def hytrain_optimizer(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
+def hytrain_optimizer(model: nn.Module, recipe: Recipe) -> Optimizer:
     """HyTrain's optimizer with the recipe's options; the default of the loop."""
     import hytrain
 
-    kinds = {"adamw": hytrain.AdamW, "sgd": hytrain.SGD, "lion": hytrain.Lion, "muon": hytrain.Muon}
+    kinds: dict[str, Any] = {"adamw": hytrain.AdamW, "sgd": hytrain.SGD, "lion": hytrain.Lion, "muon": hytrain.Muon}
     train, options = recipe.train, recipe.optimizer.model_dump()
     dtype = options.pop("gradient_dtype")
     groups, numbers = decay_groups(model, train.weight_decay), train.hyperparameters
@@ -57,7 +33,7 @@ def hytrain_optimizer(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
         groups = _split(groups, muon_groups(model))
         numbers = {"lr": train.lr, "adjust_lr_fn": "match_rms_adamw", "adamw": numbers}
     names = {"weight_decay", "grad_accumulation", "max_grad_norm", "loss_scale", "on_nonfinite"}
-    optimizer = kinds[train.optimizer](
+    made: Optimizer = kinds[train.optimizer](
         model,
         param_groups=groups,
         gradient_dtype=None if dtype == "auto" else getattr(torch, dtype),
@@ -66,7 +42,7 @@ def hytrain_optimizer(model: nn.Module, recipe: Recipe) -> TrainingOptimizer:
         updates="backward",
         **options,
     )
-    return cast(TrainingOptimizer, optimizer)
+    return made
 
 
 def _split(groups: list[dict[str, Any]], of_muon: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -78,3 +54,34 @@ def _split(groups: list[dict[str, Any]], of_muon: list[dict[str, Any]]) -> list[
         for use_muon in (True, False)
     ]
     return [half for half in halves if half["params"]]
+
+
+def factors(train: config.Train) -> Callable[[int], float]:
+    """The learning rate of step number `step` (from 0) as a fraction of `train.lr`.
+
+    Raises ConfigError if `train.schedule_options` do not fit the schedule.
+    """
+    warmup = train.warmup_steps
+    try:
+        library = get_scheduler(
+            train.schedule, torch.optim.SGD([torch.zeros(1)], lr=train.lr), warmup, train.length, train.schedule_options
+        )
+        shape: Callable[[int], float] = library.lr_lambdas[0]
+        shape(warmup)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"train.schedule_options do not fit train.schedule: {train.schedule}: {error}.") from None
+    floor = train.min_lr / train.lr
+
+    def fraction(step: int) -> float:
+        if step < warmup:  # Transformers' own warm-up has a learning rate of 0 in the first step
+            return (step + 1) / warmup
+        return floor + (1 - floor) * shape(min(step, train.length))
+
+    return fraction
+
+
+def scheduler(optimizer: torch.optim.Optimizer, train: config.Train, start: int) -> LambdaLR:
+    """A scheduler after `start` finished steps. The rate depends on the step alone, so there is no state to save."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = train.lr
+    return LambdaLR(optimizer, factors(train), last_epoch=start - 1)

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -30,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 from hytrain.errors import ConfigError
 from hytrain.model.blueprint import Blueprint, Read
+from hytrain.tensors import local, spans
 
 #: Transformers' names in a model's plan, as torch's styles.
 STYLES: Final[Mapping[str, Callable[[], ParallelStyle]]] = {
@@ -93,15 +93,8 @@ def inference(model: Any) -> Iterator[None]:
 @torch.no_grad()
 def fill(parameter: Tensor, read: Read) -> None:
     """Copies into a parameter, or into this rank's shard of it, that part of the whole tensor."""
-    shape, offset = tuple(parameter.shape), (0,) * parameter.ndim
-    local = parameter
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        shape, offset = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
-    if local.numel():
-        local.copy_(read(tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))))
+    if (own := local(parameter)).numel():
+        own.copy_(read(tuple(slice(*span) for span in spans(parameter))))
 
 
 def _plan(model: Any, ranks: int) -> dict[str, ParallelStyle]:

@@ -20,17 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 from hytrain.errors import ConfigError
 from hytrain.recipe import adapters, chat, config, loss, packing, tables, text, tokenizer
 from hytrain.recipe import model as models
-from hytrain.recipe.batches import (
-    Batch,
-    ExampleBatches,
-    RandomBatches,
-    Rows,
-    Source,
-    TextBatches,
-    steps_of,
-    validation_examples,
-    validation_windows,
-)
+from hytrain.recipe.batches import Batch, Batches, RandomBatches, Rows, Windows, spread, steps_of
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.model import Cost
 from hytrain.recipe.parallel import Job
@@ -42,15 +32,15 @@ class Corpus:
     """The source of batches. Random tokens have no tokenizer and no validation part."""
 
     tokenizer: TextTokenizer | None
-    training: Source
+    training: Batches | RandomBatches
     validation: tuple[Batch, ...] = ()
     bytes_per_token: float | None = None  # of the validation text, or of its answers
-    conversations: bool = False
+    conversations: bool | None = None  # whether prompts are those of conversations; None: of a text that goes on
 
     def opening(self, prompt: str) -> tuple[list[int], str]:
         """The tokens that the model continues to answer a prompt, and the text that ends its answer, or ""."""
         assert self.tokenizer is not None, "random tokens have no text"
-        if isinstance(self.training, TextBatches):
+        if self.conversations is None:
             return self.tokenizer.encode(prompt.encode()).tolist(), ""
         return chat.opening(self.tokenizer, prompt, self.conversations)
 
@@ -95,7 +85,8 @@ def assemble(recipe: Recipe, checkpoint: Path | None, *, deferred: bool = False)
     with job.ranks.together():
         if recipe.data.kind == "random":
             hf = models.configuration(source, None, length)
-            corpus = Corpus(None, RandomBatches(hf.get_text_config().vocab_size, *_shape(recipe)))
+            vocab_size, data = hf.get_text_config().vocab_size, recipe.data
+            corpus = Corpus(None, RandomBatches(vocab_size, recipe.run.seed, data.batch_size, data.sequence_length))
         else:
             corpus = (_read_text if recipe.data.kind == "text" else _read_examples)(recipe, checkpoint)
             assert corpus.tokenizer is not None
@@ -133,11 +124,14 @@ def _read_text(recipe: Recipe, checkpoint: Path | None) -> Corpus:
     parts = text.split(found, data.validation)
     words = _tokenizer(recipe, checkpoint, parts.train)
     held_out = words.encode(parts.validation)
-    windows = validation_windows(held_out, recipe.train.eval_batches, data.batch_size, data.sequence_length)
+    validation = spread(
+        Windows(held_out, data.sequence_length, "validation"), recipe.train.eval_batches, data.batch_size
+    )
+    training = Windows(words.encode(parts.train), data.sequence_length)
     return Corpus(
         tokenizer=words,
-        training=TextBatches(words.encode(parts.train), *_shape(recipe), in_epochs=recipe.train.epochs is not None),
-        validation=tuple(windows),
+        training=Batches(training, recipe.run.seed, data.batch_size, in_epochs=recipe.train.epochs is not None),
+        validation=tuple(validation),
         bytes_per_token=len(parts.validation) / len(held_out),
     )
 
@@ -162,8 +156,8 @@ def _read_examples(recipe: Recipe, checkpoint: Path | None) -> Corpus:
     answers = [torch.from_numpy(example.tokens[example.learnt]) for example in held_out.examples]
     return Corpus(
         tokenizer=words,
-        training=ExampleBatches(training, recipe.run.seed, data.batch_size),
-        validation=tuple(validation_examples(held_out, recipe.train.eval_batches, data.batch_size)),
+        training=Batches(training, recipe.run.seed, data.batch_size, in_epochs=True),
+        validation=tuple(spread(held_out, recipe.train.eval_batches, data.batch_size)),
         bytes_per_token=sum(len(words.decode(answer).encode()) for answer in answers) / sum(map(len, answers)),
         conversations=not isinstance(rows[0][1].get("prompt"), str),
     )
@@ -175,7 +169,3 @@ def _tokenizer(recipe: Recipe, checkpoint: Path | None, training_text: bytes) ->
     words = tokenizer.build(recipe.tokenizer, recipe.model.path, training_text)
     chat.set_template(words, recipe.tokenizer.chat_template)
     return words
-
-
-def _shape(recipe: Recipe) -> tuple[int, int, int]:
-    return recipe.run.seed, recipe.data.batch_size, recipe.data.sequence_length

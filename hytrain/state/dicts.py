@@ -235,10 +235,6 @@ class Resting:
         for known in parameters:
             self._of.pop(id(known.parameter), None)
 
-    @property
-    def counts(self) -> dict[str, int]:
-        return {rest.name: rest.count for rest in self._of.values()}
-
     def clear(self) -> None:
         self._of.clear()
 

@@ -1,4 +1,4 @@
-"""The optimizer's state in a folder, written and read through `torch.distributed.checkpoint`, on one rank or several.
+"""The optimizer's state in a folder, saved and loaded on one rank or several.
 
     SHA256SUMS                        names the files of one save
     state-SAVE/index.json             step counts, hyperparameters, the loss scale: written by rank 0
@@ -19,33 +19,26 @@ from __future__ import annotations
 import re
 import secrets
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
 
-from hytrain.errors import ClusterError, ConfigError, SavingError
+from hytrain.errors import ConfigError, SavingError
+from hytrain.kernels.rounding import key_of
 from hytrain.memory.capacity import GpuMemory
-from hytrain.memory.loan import Loan, borrow
+from hytrain.memory.loan import Loan, copied
 from hytrain.model.layers import clean
 from hytrain.model.trained import TrainedParameter, plane_dtypes
 from hytrain.run.ranks import Ranks
-from hytrain.state import manifest
+from hytrain.state import manifest, shards
 from hytrain.state.dicts import (
     OptimizerState,
     check_groups,
@@ -57,10 +50,10 @@ from hytrain.state.dicts import (
 )
 from hytrain.state.index import FORMAT, INDEX, Index, Scale
 from hytrain.state.locks import locked
-from hytrain.state.shard_writer import SAVE, ShardWriter
+from hytrain.state.shards import Array, Arrays, Shards
 from hytrain.state.tensor_file import await_devices
-from hytrain.tensors import distributed, local
-from protocol.handles import STATE_PLANES, Precision
+from hytrain.tensors import distributed, local, spans
+from protocol.handles import Precision
 from protocol.rules import MOMENT_PLANES
 
 #: The folder of a save.
@@ -68,22 +61,6 @@ FOLDER: Final = re.compile(r"state-[0-9a-f]{16}")
 SHARD: Final = ".safetensors"
 #: The dtypes of moments in files, which are read as each other.
 MOMENTS: Final = {torch.float32, torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class Array:
-    """This rank's part of one array of the state, distributed as `like` is, which may have another dtype.
-
-    What `read` has returned and others have changed is handed to `write`.
-    """
-
-    like: Tensor
-    dtype: torch.dtype
-    read: Callable[[], Tensor]
-    write: Callable[[Tensor], None] = lambda values: None
-
-
-Arrays = dict[str, Array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +73,15 @@ class Save:
     folder: Path
     own: Path
     arrays: Arrays
-    writer: ShardWriter
     index: Index
     lock: ExitStack
     loan: Loan | None
 
     def write(self, ranks: Ranks) -> None:
-        state, planner = _plan(self.arrays), _Writing(self.arrays)
-        with self._or_removed(ranks):
-            with manifest.writing(self.folder):
-                if ranks.world == 1:
-                    _save_alone(state, planner, self.writer)
-                else:
-                    _run(ranks, partial(state_dict_saver.save, state, storage_writer=self.writer, planner=planner))
-            with ranks.together(), manifest.writing(self.folder):
-                if ranks.rank == 0:
-                    (self.own / INDEX).write_text(self.index.text())
+        with self._or_removed(ranks), ranks.together(), manifest.writing(self.folder):
+            shards.write(self.own, ranks.rank, self.arrays, save=self.own.name, in_parallel=self.loan is None)
+            if ranks.rank == 0:
+                (self.own / INDEX).write_text(self.index.text())
 
     def finish(self, ranks: Ranks, in_parallel: bool = False) -> None:
         """All ranks call it, perhaps on another thread: it waits for the disk, and reads no state.
@@ -119,10 +89,7 @@ class Save:
         With `in_parallel`, somebody waits: several threads compute the checksums.
         """
         if self.loan is not None:
-            try:
-                self.write(ranks)
-            finally:
-                self.loan.give_back()
+            self.loan.end_with(lambda _: self.write(ranks))
         with self._or_removed(ranks):
             written = chain(self.own.glob(f"shard-{ranks.rank + 1:05d}-*"), [self.own / INDEX] * (ranks.rank == 0))
             manifest.seal(self.folder, written, ranks, in_parallel=in_parallel)
@@ -150,25 +117,26 @@ def save(folder: Path, state: OptimizerState, *, steps: int, memory: GpuMemory |
     written. Then the state that was there is whole.
     """
     ranks, resting = Ranks.of_job(), state.resting
-    step_of, rested, files = dict[str, int](), dict[str, int](), dict[str, int]()
-    own_steps = {clean(known.name): known.count for known in state.parameters}
-    own_files = {clean(known.name): known.places[0][0].lid + 1 for known in state.parameters if known.places}
-    own_rested = {clean(rest.name): rest.count for rest in resting}
-    for steps_of_one, files_of_one, rested_of_one in ranks.gather((own_steps, own_files, own_rested)):
-        step_of |= steps_of_one
-        files |= dict.fromkeys(rested_of_one, 1) | files_of_one
-        rested |= rested_of_one
     lock = ExitStack()
     with ranks.together(), manifest.writing(folder):
         made = _made(folder, lock) if ranks.rank == 0 else None
-    own = ranks.gather(made)[0]
     arrays = _trained(state.parameters, resting.precision)
     for rest in resting:
         arrays |= {f"{plane}.{clean(rest.name)}": _held(each, rest.parameter) for plane, each in rest.planes.items()}
-    file_of = {f"{plane}.{name}": file for name, file in files.items() for plane in STATE_PLANES}
+    parts = {name: spans(array.like) for name, array in arrays.items()}
+    counts = ({clean(each.name): each.count for each in those} for those in (state.parameters, resting))
+    found = ranks.gather((made, parts, *counts))
+    own, *_ = found[0]
+    step_of, rested = ({name: count for each in found for name, count in each[which].items()} for which in (2, 3))
+    for name, part in parts.items():
+        replicas = [rank for rank, (_, theirs, *_) in enumerate(found) if theirs.get(name) == part]
+        if replicas[key_of(name) % len(replicas)] != ranks.rank:  # they take turns
+            del arrays[name]
     await_devices(array.like for array in arrays.values())
-    loan = None if memory is None else _copy(arrays, memory, ranks)
-    dtypes = {name: array.dtype for name, array in arrays.items()}
+    described = {name: (array.dtype, local(array.like).shape) for name, array in arrays.items()}
+    loan = None if memory is None else copied(memory, described, lambda name: arrays[name].read(), ranks)
+    if loan is not None:
+        arrays = {n: replace(array, read=partial(loan.copies.__getitem__, n)) for n, array in arrays.items()}
     index = Index(
         format=FORMAT,
         save=own.name,
@@ -180,24 +148,10 @@ def save(folder: Path, state: OptimizerState, *, steps: int, memory: GpuMemory |
         loss_scale=None if state.loss_scale is None else Scale.model_validate(state.loss_scale.state()),
         **resting.precision._asdict(),
     )
-    writer = ShardWriter(own, ranks.rank, file_of, dtypes, save=own.name, in_parallel=loan is None)
-    saved = Save(folder, own, arrays, writer, index, lock, loan)
+    saved = Save(folder, own, arrays, index, lock, loan)
     if loan is None:
         saved.write(ranks)
     return saved
-
-
-def _copy(arrays: Arrays, memory: GpuMemory, ranks: Ranks) -> Loan | None:
-    """Let `arrays` read copies of what they read now, if every rank has memory for its own."""
-    loan = borrow(memory, {name: (array.dtype, local(array.like).shape) for name, array in arrays.items()})
-    if not all(ranks.gather(loan is not None)):
-        return None
-    assert loan is not None
-    for name, array in arrays.items():
-        loan.put(name, array.read())
-        arrays[name] = replace(array, read=partial(loan.copies.__getitem__, name))
-    await_devices(loan.copies.values())
-    return loan
 
 
 def load(
@@ -236,7 +190,8 @@ def load(
         when_checked()
         for known in lone:
             scatter(known, "remainder", None)
-        saved.read(arrays, ranks)
+        with ranks.together():
+            saved.read(arrays)
         resting.clear()
         for name, entry in entries.items():
             resting.load(name, found[name], rules[id(found[name])], entry)
@@ -252,7 +207,7 @@ def load(
 
 def _opened(
     folder: Path, sealed: Sequence[Path], into: OptimizerState, names: set[str], all_names: set[str]
-) -> tuple[Index, _Shards]:
+) -> tuple[Index, Shards]:
     """The save in `folder`, whose index fits: it has the parameters `names`, and none that are not in `all_names`."""
     indices = [path for path in sealed if path.name == INDEX and FOLDER.fullmatch(path.parent.name)]
     if len(indices) != 1:
@@ -268,7 +223,7 @@ def _opened(
         raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
     check_groups(into.groups, index.param_groups, algorithm)
     try:
-        return index, _Shards(
+        return index, Shards(
             slot, [path for path in sealed if path.parent == slot and path.suffix == SHARD], index.save
         )
     except (OSError, SafetensorError, LookupError, TypeError, ValueError) as error:
@@ -278,7 +233,7 @@ def _opened(
 
 
 def _room(
-    name: str, parameter: nn.Parameter, rule: str, precision: Precision, saved: _Shards, entry: dict[str, Any]
+    name: str, parameter: nn.Parameter, rule: str, precision: Precision, saved: Shards, entry: dict[str, Any]
 ) -> Arrays:
     """Memory for the state of a parameter that rests, which `entry` gets in torch's form."""
     arrays = Arrays()
@@ -290,91 +245,12 @@ def _room(
     return arrays
 
 
-class _Shards:
-    """What `save` writes."""
-
-    def __init__(self, folder: Path, files: Sequence[Path], save: str) -> None:
-        self.folder = folder
-        for path in files:
-            with safe_open(path, framework="pt") as file:
-                if (file.metadata() or {}).get(SAVE) != save:
-                    raise ConfigError(f"{path} is not of the same save as {INDEX}: load another checkpoint")
-        self._reader = HuggingFaceStorageReader(str(folder))
-        vars(self._reader.fs)["ls"] = lambda _: [str(path) for path in files]  # not whatever else lies there
-        self._found = self._reader.read_metadata().state_dict_metadata
-
-    def dtype(self, name: str, like: Tensor) -> torch.dtype | None:
-        """The dtype of an array; None if it is not whole, or has another shape than `like`."""
-        found = self._found.get(name)
-        if not isinstance(found, TensorStorageMetadata) or found.size != like.shape:
-            return None
-        is_whole = sum(prod(chunk.sizes) for chunk in found.chunks) == like.numel()
-        return found.properties.dtype if is_whole else None
-
-    def read(self, arrays: Arrays, ranks: Ranks) -> None:
-        _run(
-            ranks, partial(state_dict_loader.load, _plan(arrays), storage_reader=self._reader, planner=_Reading(arrays))
-        )
-
-
-class _Writing(DefaultSavePlanner):
-    """Finds each array when it is written: the state dictionary that was planned with has only its shape."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._arrays = arrays
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._arrays[index.fqn].read()
-
-
-class _Reading(DefaultLoadPlanner):
-    """As `_Writing`, for each array that is read."""
-
-    def __init__(self, arrays: Arrays) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._arrays, self._values = arrays, torch.empty(0)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        self._values = self._arrays[index.fqn].read()
-        return self._values
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self._arrays[read_item.dest_index.fqn].write(self._values)
-
-
-def _plan(arrays: Arrays) -> dict[str, Any]:
-    return {name: array.like for name, array in arrays.items()}
-
-
-def _save_alone(state: dict[str, Any], planner: _Writing, writer: ShardWriter) -> None:
-    """Like torch's `save` on one rank, but without its warning: only all threads together can ignore one."""
-    planner.set_up_planner(state, is_coordinator=True)
-    plans, _ = planner.create_global_plan([planner.create_local_plan()])
-    writer.write_data(planner.finish_plan(plans[0]), planner)
-
-
-def _run(ranks: Ranks, call: Callable[..., Any]) -> None:
-    """Save or load with torch. What fails on one rank is raised there, on the others a `ClusterError`, or OSError."""
-    try:
-        with warnings.catch_warnings() if ranks.world == 1 else nullcontext():
-            if ranks.world == 1:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            call(no_dist=ranks.world == 1, process_group=ranks.group)
-    except CheckpointException as error:
-        rank, (first, _) = min(error.failures.items())
-        full = isinstance(first, OSError)
-        theirs = OSError(f"rank {rank}: {first}") if full else ClusterError(f"rank {rank}: {first!r}")
-        own, _ = error.failures.get(ranks.rank, (theirs, None))
-        raise own from None
-
-
 def _trained(parameters: list[TrainedParameter], precision: Precision) -> Arrays:
     arrays = Arrays()
     for known in (known for known in parameters if known.places):
         like = distributed(known.own, known.parameter)
         for plane, dtype in known.plane_dtypes.items():
-            array = Array(like, dtype, partial(gather, known, plane))
+            array = Array(like, dtype, known.places[0][0].lid + 1, partial(gather, known, plane))
             is_coded = precision.state_dtype == "float8" and plane in MOMENT_PLANES
             if len(known.places) > 1 or is_coded:  # `gather` copies
                 array = replace(array, write=partial(scatter, known, plane))
@@ -383,7 +259,7 @@ def _trained(parameters: list[TrainedParameter], precision: Precision) -> Arrays
 
 
 def _held(values: Tensor, parameter: nn.Parameter) -> Array:
-    return Array(distributed(values, parameter), values.dtype, lambda: values)
+    return Array(distributed(values, parameter), values.dtype, 1, lambda: values)
 
 
 def _made(folder: Path, lock: ExitStack) -> Path:

@@ -16,14 +16,13 @@ from hytrain.errors import UsageError
 from hytrain.memory.capacity import GpuMemory
 from hytrain.model.consumed import NO_STATE, NoState
 from hytrain.run.ranks import Ranks
-from hytrain.state import dicts
+from hytrain.state import dicts, folders
 from hytrain.state.dicts import OptimizerState, Resting
 from hytrain.state.saver import Saver
 from hytrain.step.engine import Engine
 
 if TYPE_CHECKING:
     from hytrain.session import Session
-    from hytrain.state import folders
 
 
 class SavedOptimizer(torch.optim.Optimizer):
@@ -176,8 +175,6 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     def _write(self, folder: str | Path, asked: str, memory: GpuMemory | None = None) -> folders.Save:
         """Write the state into files."""
-        from hytrain.state import folders  # importing torch's distributed checkpoints takes a second
-
         self._saver.wait()
         self._engine.import_written()
         return folders.save(Path(folder), self._state(asked), steps=self._engine.steps, memory=memory)
@@ -191,8 +188,6 @@ class SavedOptimizer(torch.optim.Optimizer):
             ConfigError: The folder is incomplete, damaged, or another model's. Nothing has changed.
             UsageError: Called between backward and `step()`.
         """
-        from hytrain.state import folders
-
         self._saver.wait()
         if self._model is None:
             self._folder, self._loaded = folder, None

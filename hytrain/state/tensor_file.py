@@ -14,23 +14,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors.torch import _TYPES
 from torch import Tensor
 
 from hytrain.state.saver import each
 
-#: As safetensors calls them.
-DTYPES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+#: What safetensors calls each dtype, and the other way round.
+NAMED: Final[dict[str, Any]] = _TYPES
+DTYPES: Final = {dtype: name for name, dtype in NAMED.items()}
 #: How many files are written at once, at most. Each takes a piece of pinned memory, for what is on the GPU.
 WRITERS: Final = 8
 PIECE_BYTES: Final = 32 << 20

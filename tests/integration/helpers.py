@@ -216,7 +216,7 @@ def records(opt: hytrain.AdamW, least: int = 0) -> list[dict[str, Any]]:
 
 
 def _metrics(opt: hytrain.AdamW) -> Path:
-    rank = opt._session._place.rank
+    rank = opt._session.place.rank
     return opt.run_dir / (f"metrics-{rank}.jsonl" if rank else "metrics.jsonl")
 
 

@@ -27,9 +27,10 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import hytrain
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
-from hytrain.model import hooks
+from hytrain.model.hooks import BeforeForward
 from hytrain.optim import Optimizer
 from hytrain.session import Session
+from hytrain.step.engine import Engine
 
 STEPS = 3
 
@@ -276,20 +277,20 @@ def test_the_outermost_module_is_the_model() -> None:
 def test_the_first_forward_waits_as_all_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its hooks are called, although torch has looked up before which there are."""
     entered = list[str]()
-    for hook in (hooks.BeforeRoot, hooks.BeforeForward):
-        plain_call = hook.__call__
+    for owner, name in ((Engine, "before_root"), (BeforeForward, "_enter")):
+        plain_call = getattr(owner, name)
 
-        def told(self: Any, module: nn.Module, args: Any, call: Any = plain_call, name: str = hook.__name__) -> None:
+        def told(self: Any, *args: Any, call: Any = plain_call, name: str = name) -> None:
             entered.append(name)
-            call(self, module, args)
+            call(self, *args)
 
-        monkeypatch.setattr(hook, "__call__", told)
+        monkeypatch.setattr(owner, name, told)
     model = nn.Linear(32, 32)
     with hytrain.AdamW(model.parameters(), LR):
         model(vectors(0))
         first = len(entered)
         model(vectors(0))
-        assert entered == 2 * ["BeforeRoot", "BeforeForward"] and first == 2
+        assert entered == 2 * ["before_root", "_enter"] and first == 2
 
 
 def test_a_session_starts_alone() -> None:
@@ -575,7 +576,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     train(perceptron(width=16), reference, [0], lambda model, step: model(vectors(0)[:, :16]).sum())
     with pytest.raises(ConfigError, match="groups are not those of this optimizer"):
         opt.load_state_dict(torch.optim.AdamW(model[0].parameters()).state_dict())
-    assert opt.state_dict()["steps"] == 0 and opt._resting.counts == {}
+    assert opt.state_dict()["steps"] == 0 and [*opt._resting] == []
     opt.close()
 
 

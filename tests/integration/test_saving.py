@@ -44,7 +44,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from small_models import gpt2, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -60,8 +59,8 @@ from hytrain.errors import ConfigError, SavingError, UsageError
 from hytrain.memory.capacity import GpuMemory, Room, gpu_memory
 from hytrain.run.ranks import Ranks
 from hytrain.state import folders as state_folders
-from hytrain.state import manifest, saver, tensor_file
-from hytrain.state.shard_writer import SAVE
+from hytrain.state import manifest, saver, shards, tensor_file
+from hytrain.state.shards import OFFSETS, SAVE
 from tests.soak import folders
 
 
@@ -271,7 +270,9 @@ def saved_in(folder: Path) -> Path:
 
 
 def make_flat(file: Path) -> None:
-    save_file({name: tensor.flatten() for name, tensor in load_file(file).items()}, file, {SAVE: file.parent.name})
+    tensors = {name: tensor.flatten() for name, tensor in load_file(file).items()}
+    offsets = {name: {"saved_offsets": [0]} for name in tensors}
+    save_file(tensors, file, {SAVE: file.parent.name, OFFSETS: json.dumps(offsets)})
     seal_again(file.parent.parent)
 
 
@@ -496,7 +497,7 @@ def killed_after(patch: pytest.MonkeyPatch, calls: int) -> None:
 
     for name in ("mkdir", "fsync", "replace", "unlink", "rmdir"):
         patch.setattr(os, name, ending(getattr(os, name)))
-    patch.setattr(state_dict_saver, "save", ending(state_dict_saver.save))
+    patch.setattr(shards, "write", ending(shards.write))
 
 
 def test_a_save_that_is_killed_leaves_the_old_state_or_the_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

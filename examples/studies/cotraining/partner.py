@@ -43,8 +43,8 @@ from examples.studies.cotraining.wire import (
 from examples.studies.cotraining.work import Packed
 from hytrain.config import workers_environment
 from hytrain.errors import CapacityError, ClusterError
-from hytrain.memory.arena import SharedMemory
-from hytrain.memory.lending import Lent, Memory, spread, views
+from hytrain.memory.arena import Memory, SharedMemory
+from hytrain.memory.lending import Lent, spread, views
 from hytrain.memory.transfer import Transfer, transfers_for
 from protocol.handles import PAGE_BYTES
 

@@ -24,7 +24,7 @@ from hytrain.optim import Optimizer
 from hytrain.recipe import config, loop, loss
 from hytrain.recipe import model as models
 from hytrain.recipe.batches import Batch
-from hytrain.recipe.optimizer import Factory, TrainingOptimizer
+from hytrain.recipe.optimizer import Factory
 from hytrain.recipe.report import Summary
 from hytrain.recipe.task import Task
 
@@ -68,16 +68,14 @@ class Beside:
         self._cpu_parts = cpu_parts
         self._cotraining: CoTraining | None = None
 
-    def __call__(self, task: Task, opt: TrainingOptimizer, parts: Iterable[tuple[Batch, float]]) -> Tensor:
-        lender = cast(object, opt)
-        assert isinstance(lender, Optimizer), "others have no weights to lend"
+    def __call__(self, task: Task, opt: Optimizer, parts: Iterable[tuple[Batch, float]]) -> Tensor:
         if self._cotraining is None:
             loss_of = partial(share, autocast=task.recipe.model.autocast)
             build_it, count = partial(build, **describe(task)), task.recipe.train.grad_accumulation
-            self._cotraining = cotrain(lender, task.model, build_it, loss_of, parts=count, cpu_parts=self._cpu_parts)
+            self._cotraining = cotrain(opt, task.model, build_it, loss_of, parts=count, cpu_parts=self._cpu_parts)
             self._cotraining.say = lambda sentence: print(sentence, file=sys.stderr, flush=True)
         losses = self._cotraining.backward([micro_batch(*part) for part in parts])
-        lender.log(lender.statistics().step + 1, **self._cotraining.numbers)
+        opt.log(opt.statistics().step + 1, **self._cotraining.numbers)
         return cast(Tensor, sum(losses, torch.zeros((), device=task.device)))
 
     def close(self) -> None:

@@ -31,8 +31,9 @@ from torch import nn
 from benchmarks.columns import markdown, number
 from examples.studies.cotraining import recipes, shares
 from examples.studies.cotraining.planner import Step
+from hytrain.optimizer import Optimizer
 from hytrain.recipe import config
-from hytrain.recipe.optimizer import TrainingOptimizer, hytrain_optimizer
+from hytrain.recipe.optimizer import hytrain_optimizer
 
 #: So many steps have the same number of parts; the first of them does not count.
 TURN = 4
@@ -93,11 +94,11 @@ class InTurn:
 
 def records(shape: Shape, *, in_turn: bool) -> list[dict[str, Any]]:
     """Train, and return a record for each step."""
-    made = list[Any]()
+    made = list[Optimizer]()
 
-    def make(model: nn.Module, recipe: config.Recipe) -> TrainingOptimizer:
+    def make(model: nn.Module, recipe: config.Recipe) -> Optimizer:
         made.append(hytrain_optimizer(model, recipe))
-        return made[-1]  # type: ignore[no-any-return]
+        return made[-1]
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:
         if in_turn:
