@@ -1,4 +1,4 @@
-"""The options of every optimizer, each once: its name, default and check. docs/options.md says what each one means.
+"""The options of every optimizer, each once: its name, default, check and meaning.
 
     hytrain.AdamW(model, k=0.3, …) ─▶ Options.of ─▶ session, engine        or a `ConfigError`, which says what to do
 
@@ -134,9 +134,9 @@ def _device(name: str, given: Any) -> torch.device | None:
 _flag = _checked(lambda given: isinstance(given, bool), "{} is {!r}: True or False")
 
 
-def _option(default: Any, check: Callable[[str, Any], Any] = lambda name, given: given) -> Any:
+def _option(default: Any, meaning: str, check: Callable[[str, Any], Any] = lambda name, given: given) -> Any:
     """A row of the table. `check` returns what is kept of a value that is given."""
-    return field(metadata={"default": default, "check": check})
+    return field(metadata={"default": default, "meaning": meaning, "check": check})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,53 +144,138 @@ class Options:
     """The options of an optimizer, checked, in the order of docs/options.md. Fractions are None for "auto"."""
 
     algorithm: Algorithm
-    updates: str = _option("auto", OneOf(("auto", "backward", "step"), '{} is {!r}: "auto", "backward" or "step"'))
+    updates: str = _option(
+        "auto",
+        'when a step\'s updates begin: in its last `"backward"`, or in `"step"`, as torch\'s do, so that gradients can '
+        'be read and changed until then. `"auto"`: in `step()` if the loop does something between backward and it in '
+        "its first two steps, else in backward",
+        OneOf(("auto", "backward", "step"), '{} is {!r}: "auto", "backward" or "step"'),
+    )
     grad_accumulation: int = _option(
-        1, _checked(partial(_is_whole, 1), "{} is {!r}: a whole number of backwards, from 1 on")
+        1,
+        "how many backwards make a step; divide the loss by it yourself",
+        _checked(partial(_is_whole, 1), "{} is {!r}: a whole number of backwards, from 1 on"),
     )
     accumulate_on: str = _option(
-        "auto", OneOf(("auto", "device", "host"), '{} is {!r}: "device", "host", or "auto" for either')
+        "auto",
+        'where the sums of gradients are kept, 4 bytes per parameter: `"device"`, `"host"`, or `"auto"` for the '
+        "device if it has room",
+        OneOf(("auto", "device", "host"), '{} is {!r}: "device", "host", or "auto" for either'),
     )
     max_grad_norm: float | None = _option(
         None,
+        "clip the gradients' norm to this; `None` does not clip",
         _checked(
             lambda given: given is None or (is_number(given) and given > 0), "{} is {!r}: a number above 0, or None"
         ),
     )
-    clip: str = _option("global", OneOf(("global", "per_layer"), '{} is {!r}: "global" or "per_layer"'))
-    on_nonfinite: str | None = _option(None, OneOf((None, "skip", "raise"), '{} is {!r}: "skip", "raise" or None'))
+    clip: str = _option(
+        "global",
+        'which norm is clipped: that of all gradients, or `"per_layer"`, which is a different algorithm',
+        OneOf(("global", "per_layer"), '{} is {!r}: "global" or "per_layer"'),
+    )
+    on_nonfinite: str | None = _option(
+        None,
+        'what to do with gradients that contain inf or NaN: `"skip"` the step, `"raise"`, or `None` to train on '
+        "as torch does",
+        OneOf((None, "skip", "raise"), '{} is {!r}: "skip", "raise" or None'),
+    )
     speculate: bool | None = _option(
-        None, _checked(lambda given: given is None or isinstance(given, bool), "{} is {!r}: True, False or None")
+        None,
+        "whether the CPU updates before the norm is known, and undoes the update if it was wrong; `None` lets the "
+        "coordinator decide by measurement, and waits with Muon",
+        _checked(lambda given: given is None or isinstance(given, bool), "{} is {!r}: True, False or None"),
     )
     loss_scale: float | str | None = _option(
-        None, _checked(_is_scale, '{} is {!r}: "dynamic", a number from 1e-20 to 1e20, or None')
+        None,
+        'for float16: a number or `"dynamic"`, together with `opt.scale(loss).backward()`',
+        _checked(_is_scale, '{} is {!r}: "dynamic", a number from 1e-20 to 1e20, or None'),
     )
-    k: float | None = _option("auto", _fraction)
-    visit: float | None = _option(0.0, _fraction)
-    offload_weights: float | None = _option(0.0, _fraction)
-    offload_activations: bool = _option(False, _flag)
-    device: torch.device | None = _option(None, _device)
-    policy: str = _option("deadline", OneOf(POLICIES))
-    objective: str = _option("speed", OneOf(OBJECTIVES))
-    backend: str = _option("auto", OneOf(("auto", *BACKENDS), "{} {!r} is unknown: choose {}"))
+    k: float | None = _option(
+        "auto",
+        'the fraction of the parameters that the GPU owns, in [0, 1]; `"auto"` lets the planner choose',
+        _fraction,
+    )
+    visit: float | None = _option(
+        0.0,
+        "the fraction of the parameters whose state visits the GPU, which updates them: a number with a number "
+        'for `k`, or `"auto"` with `k="auto"`, which lets the planner choose both',
+        _fraction,
+    )
+    offload_weights: float | None = _option(
+        0.0,
+        "the fraction of the parameters whose [weights rest in host memory](memory.md#offloaded-weights), in "
+        'whole blocks; they are on the GPU only while forward and backward need them. `"auto"`: all at first, '
+        "then as many as the planner finds best in the memory that steps leave free. On one GPU",
+        _fraction,
+    )
+    offload_activations: bool = _option(
+        False,
+        "whether what the model's forward saves for backward [goes to host "
+        "memory](memory.md#offloaded-activations), and comes back while backward runs: with activation "
+        "checkpointing the blocks' inputs, otherwise all that blocks save. The same bits",
+        _flag,
+    )
+    device: torch.device | None = _option(
+        None,
+        "where to train a model that is still on the CPU: it is moved there, but for weights that are offloaded; "
+        "`None` trains it where it is. On one GPU",
+        _device,
+    )
+    policy: str = _option(
+        "deadline",
+        'how `"auto"` chooses; `"balance"` and `"random"` exist for comparisons and tests',
+        OneOf(POLICIES),
+    )
+    objective: str = _option(
+        "speed",
+        'what the policy `"deadline"` optimizes. `"speed"`: the least GPU memory within 1 % of the best step '
+        'time. Also `"gpu-memory"`, `"host-memory"`',
+        OneOf(OBJECTIVES),
+    )
+    backend: str = _option(
+        "auto",
+        'the implementation of the CPU\'s update: `"native"`, `"torch"`, or `"deepspeed"` for AdamW and Adam; '
+        '`"auto"` takes native if it builds',
+        OneOf(("auto", *BACKENDS), "{} {!r} is unknown: choose {}"),
+    )
     gradient_dtype: torch.dtype | None = _option(
-        None, OneOf((None, torch.float32, torch.bfloat16), "{} {}: gradients travel in torch.float32 or torch.bfloat16")
+        None,
+        "the dtype in which gradients of float32 parameters are copied: `torch.bfloat16` halves the copies, and rounds",
+        OneOf((None, torch.float32, torch.bfloat16), "{} {}: gradients travel in torch.float32 or torch.bfloat16"),
     )
-    state_dtype: str = _option("float32", DtypeName(STATE_DTYPES, "{} is {}: choose one of {}"))
-    master_dtype: str = _option("float32", DtypeName(MASTER_DTYPES, "{} is {}: choose one of {}"))
-    overlap: bool = _option(True, _flag)
-    cores: str | None = _option(None)
-    threads: int | None = _option(None)
-    run_dir: str | None = _option(None, lambda name, given: given if given is None else os.fspath(given))
-    host_memory_limit: int | None = _option(None)
-    gpu_memory_limit: int | None = _option(None)
-    trace: bool | None = _option(None)
+    state_dtype: str = _option(
+        "float32",
+        'the dtype of the moments: `"bfloat16"` takes 2 bytes less for each of them, `"float8"` 3; both are **not '
+        "exact** ([Smaller moments](memory.md#smaller-moments))",
+        DtypeName(STATE_DTYPES, "{} is {}: choose one of {}"),
+    )
+    master_dtype: str = _option(
+        "float32",
+        '`"bfloat16"`: bf16 weights have no masters, which takes 2 bytes less per parameter, and is **not exact** '
+        "([Weights without masters](memory.md#weights-without-masters))",
+        DtypeName(MASTER_DTYPES, "{} is {}: choose one of {}"),
+    )
+    overlap: bool = _option(True, "`False` does all updates in `step()`, layer by layer: the same bits, slower", _flag)
+    cores: str | None = _option(None, "see below; for the processes that this call starts if none are running")
+    threads: int | None = _option(None, "see below")
+    run_dir: str | None = _option(None, "see below", lambda name, given: given if given is None else os.fspath(given))
+    host_memory_limit: int | None = _option(None, "see below")
+    gpu_memory_limit: int | None = _option(None, "see below")
+    trace: bool | None = _option(None, "see below")
     check: int | None = _option(
         None,
+        "see below",
         _checked(lambda given: given is None or _is_whole(0, given), "{} is {!r}: a whole number of steps, from 0 on"),
     )
-    pipeline_group: ProcessGroup | None = _option(None)
-    log_to: Sequence[str] = _option(())
+    pipeline_group: ProcessGroup | None = _option(
+        None, "the process group of a [pipeline's](several-gpus.md#pipelines) stages"
+    )
+    log_to: Sequence[str] = _option(
+        (),
+        '`["tensorboard", "wandb"]`, or one of them: what `opt.log` is given goes there, too '
+        "([Records](cluster.md#tensorboard-and-weights-biases))",
+    )
 
     @classmethod
     def of(cls, algorithm: Algorithm, given: Mapping[str, Any]) -> Self:
@@ -239,7 +324,7 @@ class Options:
         return wanted and self.awaits_verdict and self.overlap and self.loss_scale is None
 
 
-#: By name: default and check.
+#: By name: default, meaning and check.
 TABLE: Final = {option.name: option.metadata for option in fields(Options) if option.metadata}
 
 
