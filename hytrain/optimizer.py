@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from hytrain.errors import ConfigError, UnsupportedError, UsageError
+from hytrain.errors import ConfigError, UsageError
 from hytrain.memory.lending import Lent
 from hytrain.memory.transfer import Transfer
 from hytrain.model.consumed import SCALER
@@ -178,16 +178,6 @@ class Optimizer(StartedOptimizer):
             timing.saw("has a GradScaler")
             return False
         raise UsageError(SCALER)
-
-    @property
-    def _is_accelerate_prepared(self) -> bool:
-        """Read by `Accelerator.prepare`, which the Trainer calls too, before anything else."""
-        raise UnsupportedError(
-            "Accelerate and the Hugging Face Trainer clip, accumulate and save in ways that only an adopted "
-            "optimizer of HyTrain follows. With a Trainer, leave its optimizers out and call "
-            "hytrain.integrations.transformers.adopt(trainer); with an Accelerator, prepare what "
-            "hytrain.integrations.accelerate.adopt(accelerator, model, …) returns"
-        )
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss multiplied by the present `loss_scale`, for `opt.scale(loss).backward()`.

@@ -54,8 +54,6 @@ class Adopted(Optimizer):
     of a small state finds that folder; `unhook`, called by `close`.
     """
 
-    _is_accelerate_prepared = False  # in place of the property that sends users to `adopt`
-
     def __init__(self, model: nn.Module, *arguments: Any, max_grad_norm: float | None = None, **options: Any) -> None:
         super().__init__(model, *arguments, max_grad_norm=max_grad_norm, **options)
         self.max_grad_norm = max_grad_norm
@@ -202,6 +200,8 @@ class _Hooks:
 
         It is None if HyTrain does not compute a norm. Raises `UsageError` between the micro-batches of a step.
         """
+        accelerator = self._accelerator()
+        assert accelerator is not None, "its method was called"
         asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for opt in self._present():
             if not _asks_for_all_of(opt, asked):
@@ -211,9 +211,9 @@ class _Hooks:
                     f"clip_grad_norm_ to {max_norm} comes too late for HyTrain, which clips to "
                     f"{opt.max_grad_norm}: pass max_grad_norm={max_norm} where the optimizer is made"
                 )
-            return opt.norm()
-        accelerator = self._accelerator()
-        assert accelerator is not None, "its method was called"
+            if accelerator.scaler is None:
+                return opt.norm()
+            max_norm = float("inf")  # Accelerate unscales them, and has their norm; `step()` clips them
         norm: Tensor | None = type(accelerator).clip_grad_norm_(accelerator, asked, max_norm, norm_type)
         return norm
 
@@ -312,7 +312,9 @@ def adopt(
     device = next(model.parameters()).device
     if device.type != accelerator.device.type:
         raise UnsupportedError(f"the model is on {device}, not {accelerator.device}: accelerator.prepare(model) first")
-    wanted = {"grad_accumulation": accelerator.gradient_accumulation_steps, **options}
+    wanted: dict[str, Any] = {"grad_accumulation": accelerator.gradient_accumulation_steps, **options}
+    if accelerator.scaler is not None:  # which unscales gradients, and drops the step, after backward
+        wanted["updates"] = "step"
     kind: type[Adopted] = type(optimizer.__name__, (adopted, optimizer), {})
     opt = kind(model, *arguments, param_groups=param_groups, **wanted)
     opt.follow(accelerator.gradient_state)
@@ -373,9 +375,5 @@ def refuse(accelerator: accelerate.Accelerator) -> None:
             "FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False) as the Accelerator's "
             'fsdp_plugin, or TrainingArguments(fsdp=True, fsdp_config={"reshard_after_forward": False})'
         )
-    if accelerator.mixed_precision == "fp16":
-        raise UnsupportedError(
-            "mixed precision in fp16 comes with a GradScaler, too late for HyTrain: train in bf16, or without it"
-        )
-    if accelerator.mixed_precision not in ("no", "bf16"):
+    if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
         raise UnsupportedError(f"{accelerator.mixed_precision} is not supported yet: train in bf16, or without it")

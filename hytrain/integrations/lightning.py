@@ -52,19 +52,19 @@ def adopt(
         UnsupportedError: HyTrain cannot follow an argument of the Trainer. Nothing has been started.
     """
     trainer, max_norm = module.trainer, module.trainer.gradient_clip_val or None
-    if max_norm is not None and trainer.gradient_clip_algorithm not in (None, "norm"):
-        raise UnsupportedError('gradient_clip_algorithm="value" has no counterpart: use "norm"')
+    if clips_by_value := trainer.gradient_clip_algorithm not in (None, "norm"):
+        max_norm = None  # the Trainer goes on clipping, after backward
     if (given := options.get("max_grad_norm", max_norm)) != max_norm and max_norm is not None:
         raise UnsupportedError(f"max_grad_norm={given} beside gradient_clip_val={max_norm}: leave one of them out")
-    if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise UnsupportedError(
-            'precision="16-mixed" comes with a GradScaler, too late for HyTrain: use "bf16-mixed", or leave it out'
-        )
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:  # which unscales gradients after backward
+        options["updates"] = "step"
     opt: Optimizer = optimizer(
         module if model is None else model, *arguments, param_groups=param_groups, **options | {"max_grad_norm": given}
     )
     loop = weakref.ref(trainer.fit_loop.epoch_loop)
     opt._accumulation.ask(lambda: (running := loop()) is not None and running._should_accumulate())
+    if clips_by_value:
+        return opt
     if not isinstance(vars(trainer.precision_plugin).get("clip_gradients"), _Clipping):
         trainer.precision_plugin.clip_gradients = _Clipping(trainer.precision_plugin)
     trainer.precision_plugin.clip_gradients.limits[opt] = given

@@ -208,8 +208,8 @@ def _own_groups(
     if any(p.requires_grad and id(p) not in known for group in made.param_groups for p in group["params"]):
         raise UnsupportedError(
             f"{type(trainer).__name__} trains parameters that its model does not have, as a loss may have some. The "
-            "Trainer clips and drops the gradients of its model alone, so theirs would add up, which HyTrain cannot "
-            "follow: freeze them, or give them to the model"
+            "Trainer clips and drops the gradients of its model alone, so theirs add up, as with torch. Leave adopt "
+            "out, and pass optimizers=(hytrain.AdamW(parameters, …), None) to the Trainer; or freeze them"
         )
     defaults = {name: option.default for name, option in inspect.signature(type(made)).parameters.items()} | given
     return [
@@ -249,7 +249,10 @@ def _refuse(trainer: Trainer) -> None:
             "create_scheduler, as adopt(trainer) calls the first"
         )
     if trainer.model_init is not None:
-        raise UnsupportedError("model_init makes the model anew when training begins: pass model=model_init()")
+        raise UnsupportedError(
+            "model_init makes the model anew when training begins: pass model=model_init(); or leave adopt out, and "
+            "pass optimizer_cls_and_kwargs=(hytrain.AdamW, {…}) to the Trainer"
+        )
     if getattr(trainer.model, "is_distributed_loading_by_transformers", False):
         raise UnsupportedError(
             "from_pretrained(distributed_config=…) has sharded the model without Accelerate: leave it out, and pass "

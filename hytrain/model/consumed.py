@@ -157,13 +157,15 @@ class NoEntry:
 class NoState(defaultdict[torch.Tensor, Any]):
     """The value of `opt.state`: empty. Writing an entry raises, and so does reading it.
 
-    `planes` is the state of each parameter, by its identity.
+    `planes` is the state of each parameter, by its identity. `was_asked`: somebody wants the state to exist.
     """
 
     planes: Mapping[int, Iterable[str]] = {}
+    was_asked = False
 
     def __bool__(self) -> bool:
         """True: else `torch.distributed.checkpoint` would call `step()` with gradients of zero, to create the state."""
+        self.was_asked = True
         return True
 
     def __missing__(self, parameter: torch.Tensor) -> NoEntry:

@@ -58,7 +58,8 @@ class SavedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of torch's optimizer of the same name, after waiting for all updates.
 
-        A parameter that was never updated has no entry, as in torch; before the first step, all have entries of zeros.
+        A parameter that was never updated has no entry, as in torch; before the first step, all have entries of zeros
+        for whoever has asked whether there is state, as torch's distributed checkpoints do to create it.
         Each entry counts the parameter's updates in `step`, also where torch does not. Moments are views of the planes,
         not copies; float8 ones are copies, in bfloat16 and in host memory. If the GPU owns some layers and the host
         others, those of the GPU are copied to the host. bfloat16 parameters have a `remainder` (int16) next to the
@@ -74,6 +75,8 @@ class SavedOptimizer(torch.optim.Optimizer):
             self._engine.import_written()
             state = dicts.state_dict(self._state("opt.state_dict()"))
             state["steps"] = self._engine.steps
+        if not self._no_state.was_asked:  # Accelerate moves all of it to the GPU
+            state["state"] = {index: entry for index, entry in state["state"].items() if entry["step"]}
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
         return state

@@ -21,6 +21,7 @@ from ranks import RankGroup
 from sharded_models import Decoder, local, next_token_loss
 from small_models import VOCAB, llama
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LambdaLR
 
 import hytrain
@@ -28,6 +29,7 @@ import hytrain
 Results = dict[str, Tensor]
 
 STEPS, SAVED = 8, 6
+FIRST_SCALE = 2.0**122  # too large for a loss that is as large
 NO_CLIPPING = 1e3  # the norm is computed, and changes no bit
 
 
@@ -72,7 +74,16 @@ def no_decay(model: nn.Module) -> list[dict[str, Any]]:
 class Loop:
     """Accelerate's loop, as its guide has it, with HyTrain's or torch's AdamW."""
 
-    def __init__(self, ours: bool, max_norm: float, accumulated: int = 1, precision: str = "no", **plugin: Any) -> None:
+    def __init__(
+        self,
+        ours: bool,
+        max_norm: float,
+        accumulated: int = 1,
+        precision: str = "no",
+        adopted: bool = True,
+        scaled: bool = False,
+        **plugin: Any,
+    ) -> None:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
         from hytrain.integrations.accelerate import adopt
@@ -83,19 +94,26 @@ class Loop:
             gradient_accumulation_steps=accumulated,
             fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **wrapped, **plugin),
         )
+        if scaled:  # as with fp16, which Accelerate has on GPUs alone
+            self.accelerator.native_amp, self.accelerator.state._mixed_precision = True, "fp16"
+            self.accelerator.scaler = ShardedGradScaler("cpu", init_scale=FIRST_SCALE)
         model = Decoder()
         self.max_norm, self.norms, k = max_norm, list[float](), float(dist.get_rank())
-        if ours:
+        if ours and not adopted:
+            self.raw = hytrain.AdamW(no_decay(model), lr=LR, k=k)
+        elif ours:
             self.raw = adopt(self.accelerator, model, no_decay(model), lr=LR, max_grad_norm=max_norm, k=k)
         else:
             self.raw = torch.optim.AdamW(no_decay(model), lr=LR, fused=True)
+            self.raw._step_supports_amp_scaling = False  # it leaves unscaling to the scaler, too
         schedule = LambdaLR(self.raw, lambda step: 0.9**step)
         self.model, self.opt, self.schedule = self.accelerator.prepare(model, self.raw, schedule)
 
     def train(self, steps: range) -> Results:
         for step in steps:
             with self.accelerator.accumulate(self.model):
-                self.accelerator.backward(next_token_loss(self.model, step))
+                loss = next_token_loss(self.model, step)
+                self.accelerator.backward(loss if self.accelerator.scaler is None else 64 * loss)
                 if self.accelerator.sync_gradients:
                     norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_norm)
                     self.norms.append(float(norm))
@@ -129,6 +147,8 @@ def train_and_load(folder: Path, options: dict[str, Any]) -> None:
 
 
 PLUGINS: dict[str, dict[str, Any]] = {
+    "not adopted": {"adopted": False},
+    "not adopted, accumulated": {"adopted": False, "accumulated": 2},
     "sharded checkpoints, accumulated": {"accumulated": 2},
     "whole checkpoints, mixed precision, from rank 0's weights": {
         "precision": "bf16",
@@ -143,6 +163,26 @@ PLUGINS: dict[str, dict[str, Any]] = {
 def test_the_plain_loop_has_the_bits_of_torchs_adamw(name: str, two_ranks: RankGroup, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     two_ranks.run(train_and_load, tmp_path, PLUGINS[name])
+
+
+def train_scaled(adopted: bool) -> None:
+    """Steps that overflow are skipped on all ranks."""
+    warnings.filterwarnings("ignore", "Found a non-scalar tensor with numel=1")  # by torch's scaler
+    found = []
+    for ours in (False, True):
+        with two_gpus(), late_weights() if ours else nullcontext():
+            loop = Loop(ours, NO_CLIPPING, adopted=adopted, scaled=True)
+            found.append((loop.train(range(STEPS)), loop.accelerator.scaler.get_scale()))
+            loop.close()
+    (expected, scale), (got, other) = found
+    assert scale == other < FIRST_SCALE
+    assert differing(got, expected) == []
+
+
+@pytest.mark.parametrize("adopted", [True, False])
+def test_a_scaler(adopted: bool, two_ranks: RankGroup) -> None:
+    pytest.importorskip("accelerate")
+    two_ranks.run(train_scaled, adopted)
 
 
 def clipped() -> tuple[list[float], list[float]]:

@@ -93,6 +93,36 @@ def test_an_adopted_one_follows_the_trainer(accumulated: int, clipped: float | N
     assert all(map(torch.equal, ours.net.state_dict().values(), theirs.net.state_dict().values()))
 
 
+def test_what_the_trainer_goes_on_doing_after_backward(tmp_path: Path) -> None:
+    """It clips by value."""
+    options: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+    ours, theirs = Net(tmp_path, adopted=True), Net(None)
+    assert fit(ours, **options) == fit(theirs, **options)
+    assert all(map(torch.equal, ours.net.state_dict().values(), theirs.net.state_dict().values()))
+
+
+@pytest.mark.parametrize("adopted", [True, False])
+def test_a_scaler_skips_what_overflows(adopted: bool, tmp_path: Path) -> None:
+    """As with precision="16-mixed", which Lightning has on GPUs alone. The scale is too large at first."""
+
+    def scaled(net: Net) -> tuple[list[float], float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
+        precision = lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+        losses = fit(net, max_epochs=2, gradient_clip_val=0.05, plugins=[precision])
+        return losses, scaler.get_scale()
+
+    class Reference(Net):
+        def configure_optimizers(self) -> dict[str, Any]:
+            made = super().configure_optimizers()
+            made["optimizer"]._step_supports_amp_scaling = False  # or Lightning would not clip
+            return made
+
+    ours, theirs = Net(tmp_path, **{"adopted": True} if adopted else {}), Reference(None)
+    expected = scaled(theirs)
+    assert scaled(ours) == expected and expected[1] < 2.0**24
+    assert all(map(torch.equal, ours.net.state_dict().values(), theirs.net.state_dict().values()))
+
+
 class Changing(lightning.Callback):  # type: ignore[misc, name-defined]
     """Another number of micro-batches in each epoch, as `GradientAccumulationScheduler` has it."""
 
@@ -129,16 +159,9 @@ def test_a_loop_of_ones_own_that_clips(tmp_path: Path) -> None:
         fit(ByHand(tmp_path, 0.1, adopted=True, max_grad_norm=0.05), max_epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("trainer", "options", "sentence"),
-    [
-        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, {}, 'algorithm="value" has no counterpart'),
-        ({"gradient_clip_val": 1.0}, {"max_grad_norm": 2.0}, "max_grad_norm=2.0 beside gradient_clip_val=1.0: leave"),
-    ],
-)
-def test_what_it_cannot_follow(trainer: dict[str, Any], options: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=sentence):
-        fit(Net(tmp_path, adopted=True, **options), max_epochs=1, **trainer)
+def test_two_norms_to_clip_to(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="max_grad_norm=2.0 beside gradient_clip_val=1.0: leave"):
+        fit(Net(tmp_path, adopted=True, max_grad_norm=2.0), max_epochs=1, gradient_clip_val=1.0)
 
 
 class Own(Net):

@@ -564,9 +564,13 @@ def test_the_state_of_a_fresh_one_is_that_before_the_first_step() -> None:
         model = perceptron(dtype=dtype)
         model[0].requires_grad_(False)
         with hytrain.AdamW(model.parameters(), LR) as found:
+            assert found.state_dict()["state"] == {}, "as with torch"
+            assert found.state, "so do torch's distributed checkpoints ask before they load into a state"
             before = found.state_dict()
+            assert len(before["state"]) == len(list(model.parameters())) - len(list(model[0].parameters()))
         with hytrain.AdamW(model, LR) as opt:
-            assert same(opt.state_dict(), before)
+            assert opt.state_dict()["state"] == {}
+            assert opt.state and same(opt.state_dict(), before)
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:

@@ -10,16 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from helpers import LR, differing, weights
 from small_models import llama, tokens
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
-from transformers import Trainer, TrainingArguments
 
 import hytrain
 
@@ -69,37 +65,6 @@ def nanogpt(folder: Path) -> dict[str, Any]:
     }
 
 
-def accelerate(folder: Path) -> dict[str, Any]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    loader = torch.utils.data.DataLoader([{name: t[0] for name, t in batch.items()} for batch in BATCHES], batch_size=1)
-    return {
-        **{"accelerator": Accelerator(cpu=True, gradient_accumulation_steps=4), "model": llama(), "loader": loader},
-        **{"LambdaLR": LambdaLR, "warmup": lambda step: min(1.0, (step + 1) / 3)},
-    }
-
-
-def trainer(folder: Path) -> dict[str, Any]:
-    others = {"output_dir": str(folder), "max_steps": 3, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
-    dataset = [{name: t[0] for name, t in batch.items()} for batch in BATCHES]
-    names = {"model": llama(), "Trainer": Trainer, "TrainingArguments": TrainingArguments, "dataset": dataset}
-    return {**names, "others": {**others, "dataloader_pin_memory": False, "disable_tqdm": True}}
-
-
-def trls_trainer(folder: Path) -> dict[str, Any]:
-    import trl
-    from datasets import Dataset
-    from test_transformers import byte_tokenizer
-
-    names = trainer(folder)
-    names["others"] |= {"optim": "adamw_torch_fused", "max_length": 16}
-    return {
-        **names,
-        **{"SFTConfig": trl.SFTConfig, "SFTTrainer": trl.SFTTrainer, "tokenizer": byte_tokenizer()},
-        "dataset": Dataset.from_list([{"text": f"{a} + {b} = {a + b}"} for a in range(4) for b in range(6)]),
-    }
-
-
 def plain(folder: Path) -> dict[str, Any]:
     names = {"AveragedModel": AveragedModel, "get_ema_multi_avg_fn": get_ema_multi_avg_fn, "nullcontext": nullcontext}
     names |= {"checkpoint": checkpoint, "cross_entropy": cross_entropy, "device": "cpu", "split": split}
@@ -111,12 +76,7 @@ def split(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     return [dict(zip(batch, rows, strict=True)) for rows in zip(*(tensor.chunk(4) for tensor in batch.values()))]
 
 
-WORLDS = {
-    "From nanoGPT's loop": nanogpt,
-    "From Accelerate": accelerate,
-    "From the Hugging Face Trainer": trainer,
-    "From TRL": trls_trainer,
-}
+WORLDS = {"From nanoGPT's loop": nanogpt}
 
 
 def run(section: str, side: str, folder: Path) -> dict[str, Any]:
@@ -158,11 +118,11 @@ def prepare_for_a_failure(names: dict[str, Any]) -> None:
 
 @pytest.fixture
 def closed() -> Iterator[list[Any]]:
-    """Optimizers that are closed at the end of the test, some in a wrapper of Accelerate's."""
+    """Optimizers that are closed at the end of the test."""
     optimizers: list[Any] = []
     yield optimizers
     for opt in optimizers:
-        getattr(opt, "optimizer", opt).close()
+        opt.close()
 
 
 def results(names: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[float], float | None]:
@@ -186,15 +146,10 @@ def check(section: str, folder: Path, closed: list[Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("section", [name for name in SECTIONS if name != "From TRL"])
+@pytest.mark.parametrize("section", SECTIONS)
 def test_a_section(section: str, tmp_path: Path, closed: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     for title, code in SECTIONS[section].items():
         if title.endswith(".py"):  # a module that the others import
             (tmp_path / title).write_text(code)
             monkeypatch.syspath_prepend(tmp_path)
     check(section, tmp_path, closed)
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # TRL uses it
-def test_the_section_on_trl(trl: Any, tmp_path: Path, closed: list[Any]) -> None:
-    check("From TRL", tmp_path, closed)

@@ -63,7 +63,7 @@ def make_trainer(model: nn.Module, folder: Path, kind: type[Trainer] = Trainer, 
         "disable_tqdm": True,
         "report_to": "none",
     }
-    others = ("optimizers", "model_init", "callbacks", "train_dataset")
+    others = ("optimizers", "optimizer_cls_and_kwargs", "model_init", "callbacks", "train_dataset")
     options = {name: changed.pop(name) for name in others if name in changed}
     args = TrainingArguments(str(folder), **{**arguments, **changed})
     given = None if "model_init" in options else model
@@ -156,6 +156,33 @@ def test_accumulated_gradients_have_the_same_bits(tmp_path: Path) -> None:
         assert trainer.state.global_step == 6
 
     as_torch(run, tmp_path, gradient_accumulation_steps=5, num_train_epochs=2, max_steps=-1)
+
+
+@pytest.mark.parametrize("given", ["its class", "its class, and model_init", "itself", "that of a model"])
+def test_a_trainer_that_is_given_hytrains_optimizer(given: str, tmp_path: Path) -> None:
+    """With nothing else: it clips, accumulates, saves and goes on as with torch's."""
+
+    def made(name: str, kind: type[torch.optim.Optimizer]) -> Trainer:
+        model, numbers = gpt2(), {"lr": 1e-2, "betas": (0.8, 0.9), "fused": True}
+        options: dict[str, Any] = {"gradient_accumulation_steps": 2}
+        if "class" in given:
+            options["optimizer_cls_and_kwargs"] = (kind, numbers)
+        elif given == "itself" or kind is torch.optim.AdamW:
+            options["optimizers"] = (kind(model.parameters(), **numbers), None)
+        else:
+            options["optimizers"] = (hytrain.AdamW(model, **numbers), None)
+        if "model_init" in given:
+            options["model_init"] = gpt2
+        return make_trainer(model, tmp_path / name, **options)
+
+    plain = made("plain", torch.optim.AdamW)
+    plain.train()
+    for resumed in (None, str(tmp_path / "ours" / f"checkpoint-{SAVED}")):
+        ours = made("ours", hytrain.AdamW)  # seeds all random numbers again
+        ours.train(resume_from_checkpoint=resumed)
+        ours.optimizer.optimizer.close()  # type: ignore[union-attr]
+        assert differing(weights(ours.model), weights(plain.model)) == []
+        assert history(ours) == history(plain) and len(history(ours)) == 10
 
 
 class Interrupted(Trainer):
@@ -478,6 +505,20 @@ def test_a_trainer_that_makes_its_optimizer_in_its_own_way(kind: type[Trainer], 
         assert ours.create_optimizer() is opt
 
 
+def test_a_loss_whose_own_parameters_are_trained(tmp_path: Path) -> None:
+    """Their gradients add up from step to step, since the Trainer drops those of its model alone."""
+
+    def trained(kind: type[torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+        trainer = make_trainer(gpt2(), tmp_path, kind=WithLoss, eval_strategy="no")
+        trainer.optimizer = kind(trainer.loss.parameters(), lr=1e-2, fused=True)
+        trainer.train()
+        if kind is hytrain.AdamW:
+            trainer.optimizer.optimizer.close()
+        return weights(trainer.loss)
+
+    assert differing(trained(hytrain.AdamW), trained(torch.optim.AdamW)) == []
+
+
 def test_options_replace_what_the_arguments_have_said(tmp_path: Path) -> None:
     trainer = make_trainer(gpt2(), tmp_path, kind=OwnOptimizer)
     with adopted(trainer, lr=5e-3, maximize=True) as opt:
@@ -536,13 +577,6 @@ def test_an_optimizer_that_is_there_already_and_several_gpus(tmp_path: Path, mon
     trainer = make_trainer(model, tmp_path, optimizers=(torch.optim.AdamW(model.parameters()), None))
     with pytest.raises(UnsupportedError, match="the Trainer has an optimizer already"):
         adopt(trainer)
-    before = weights(model)
-    with hytrain.AdamW(model) as opt:
-        trainer = make_trainer(model, tmp_path, optimizers=(opt, None))
-        with pytest.raises(UnsupportedError, match=r"hytrain.integrations.transformers.adopt\(trainer\)"):
-            trainer.train()
-        assert opt.statistics().step == 0
-    assert differing(weights(model), before) == []
     trainer = make_trainer(model, tmp_path)
     monkeypatch.setattr(trainer.args, "_n_gpu", 2)
     with pytest.raises(UnsupportedError, match="DataParallel over 2 GPUs is not supported"):
