@@ -6,6 +6,7 @@
 #   make test       linters, types, the website and the tests that need no GPU
 #   make docs       the website, in build/site/index.html; a broken link is an error
 #   make test-slow  the tests that take minutes
+#   make test-frameworks  trainers' own smallest examples, beside torch's optimizers; installs them into .venv-frameworks
 #   make faults     plants known faults one at a time, and says which of them the tests do not notice
 #   make soak       trains through 200 kills, signals, full disks and damaged files; takes about half an hour
 #   make fuzz       sends millions of wrong messages to all that reads some, and searches for loops that differ; an hour
@@ -23,11 +24,12 @@ BORROW := $(filter 1,$(SYSTEM_TORCH))
 READY := .venv/.ready-$(if $(BORROW),system,pinned)-torch
 FOR_TESTS := .venv/.ready-tests
 FOR_DOCS := .venv/.ready-docs
+FRAMEWORKS := .venv-frameworks/.ready
 IN_VENV := .venv/bin/python
 
 # Two targets at once would install into the same .venv.
 .NOTPARALLEL:
-.PHONY: setup demo test test-slow faults soak fuzz lint docs test-gpu bench bench-gpu
+.PHONY: setup demo test test-slow test-frameworks faults soak fuzz lint docs test-gpu bench bench-gpu
 
 setup: $(FOR_TESTS)
 
@@ -80,6 +82,17 @@ test: lint docs
 
 test-slow: setup
 	$(IN_VENV) -m pytest -m slow -n auto --maxprocesses 4 --dist worksteal
+
+# Trainers find in .venv what they share with HyTrain.
+$(FRAMEWORKS): tests/frameworks/requirements.txt $(FOR_TESTS)
+	$(IN_VENV) -m venv --clear --without-pip .venv-frameworks
+	$(IN_VENV) -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	    > "$$(.venv-frameworks/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/venv.pth"
+	$(IN_VENV) -m pip --python .venv-frameworks/bin/python install --no-compile --no-deps -r $<
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS)
+	.venv-frameworks/bin/python -m pytest -m frameworks tests/frameworks
 
 faults: setup
 	$(IN_VENV) -m tests.faults --jobs 2

@@ -89,6 +89,8 @@ def freeze(modules: int) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow_wanted = config.getoption("--run-slow") or "slow" in config.option.markexpr
     for item in items:
+        if item.get_closest_marker("frameworks") and "frameworks" not in config.option.markexpr:
+            item.add_marker(pytest.mark.skip(reason="frameworks: ask for it with make test-frameworks"))
         if item.get_closest_marker("slow") and not slow_wanted:
             item.add_marker(pytest.mark.skip(reason="slow: ask for it with -m slow or --run-slow"))
         if item.get_closest_marker("gpu") and not has_cuda():

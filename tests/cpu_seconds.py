@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-#: What a test may cost that is neither slow nor for a GPU.
+#: What a test may cost that is neither slow, nor for a GPU, nor for trainers.
 LIMIT_S: Final = 20.0
 #: Tests that may cost more, and why.
 DEAR: Final[dict[str, str]] = {
@@ -40,7 +40,7 @@ class CpuSeconds:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
             cost_s = self._costs[report.nodeid] = float(str(dict(report.user_properties)[_NAME]))
-            if cost_s > LIMIT_S and not {"slow", "gpu"} & report.keywords.keys() and report.nodeid not in DEAR:
+            if cost_s > LIMIT_S and not {"slow", "gpu", "frameworks"} & report.keywords.keys() and report.nodeid not in DEAR:
                 self._too_dear.append(report.nodeid)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
