@@ -1,4 +1,4 @@
-"""Under Lightning's Trainer, with nothing but another optimizer: torch's bits, checkpoints, what it refuses."""
+"""Under Lightning, with nothing but another optimizer: torch's bits, checkpoints, what it refuses."""
 
 from __future__ import annotations
 
@@ -121,6 +121,42 @@ def test_a_scaler_skips_what_overflows(adopted: bool, tmp_path: Path) -> None:
     expected = scaled(theirs)
     assert scaled(ours) == expected and expected[1] < 2.0**24
     assert all(map(torch.equal, ours.net.state_dict().values(), theirs.net.state_dict().values()))
+
+
+def fabrics_loop(ours: bool, folder: Path, resumed: bool = False) -> tuple[dict[str, Tensor], list[float]]:
+    """As litgpt's: the rate is set before forward, micro-batches, clipping, a checkpoint in the middle."""
+    fabric = lightning.Fabric(accelerator="cpu")
+    net, losses = Net(None).net, []
+    raw: Any = hytrain.AdamW if ours else torch.optim.AdamW
+    model, opt = fabric.setup(net, made := raw(net.parameters(), lr=1e-2, fused=True))
+    state = {"model": model, "optimizer": opt, "step": 0}
+    if resumed:
+        fabric.load(folder / "half.ckpt", state)
+    for step in range(state["step"], 8):
+        for group in opt.param_groups:
+            group["lr"] = 1e-2 / (1 + step)
+        for part in range(3):
+            with fabric.no_backward_sync(model, enabled=part < 2):
+                x, y = DATA[:, (3 * step + part) % 6 :: 6]
+                loss = nn.functional.mse_loss(model(x), y) / 3
+                fabric.backward(loss)
+                losses.append(float(loss))
+        fabric.clip_gradients(model, opt, max_norm=0.05)
+        opt.step()
+        opt.zero_grad()
+        if step == 3:
+            fabric.save(folder / "half.ckpt", {**state, "step": step + 1})
+    if ours:
+        made.close()
+    return {name: value.clone() for name, value in net.state_dict().items()}, losses
+
+
+def test_fabrics_own_loop(tmp_path: Path) -> None:
+    expected, losses = fabrics_loop(False, tmp_path)
+    for resumed in (False, True):
+        found, seen = fabrics_loop(True, tmp_path, resumed)
+        assert seen == losses[-len(seen) :] and len(seen) == (12 if resumed else 24)
+        assert all(map(torch.equal, found.values(), expected.values()))
 
 
 class Changing(lightning.Callback):  # type: ignore[misc, name-defined]
