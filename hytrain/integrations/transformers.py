@@ -260,8 +260,4 @@ def _refuse(trainer: Trainer) -> None:
         )
     if args.n_gpu > 1:
         raise UnsupportedError(f"DataParallel over {args.n_gpu} GPUs is not supported: set CUDA_VISIBLE_DEVICES=0")
-    if args.fp16_full_eval or args.bf16_full_eval:
-        raise UnsupportedError("full evaluation in half precision converts the weights: leave bf16_full_eval out")
-    if args.auto_find_batch_size:
-        raise UnsupportedError("auto_find_batch_size goes on after a failed backward, HyTrain cannot: leave it out")
     accelerate.refuse(trainer.accelerator)

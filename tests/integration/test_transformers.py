@@ -185,6 +185,39 @@ def test_a_trainer_that_is_given_hytrains_optimizer(given: str, tmp_path: Path) 
         assert history(ours) == history(plain) and len(history(ours)) == 10
 
 
+class WithoutRoom(Trainer):
+    """Its third forward finds none."""
+
+    calls = 0
+
+    def compute_loss(self, *inputs: Any, **others: Any) -> Any:
+        self.calls += 1
+        if self.calls == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().compute_loss(*inputs, **others)
+
+
+def test_a_smaller_batch_is_found(tmp_path: Path) -> None:
+    def run(trainer: Trainer) -> None:
+        trainer.train()
+        assert trainer._train_batch_size < 4
+
+    as_torch(run, tmp_path, WithoutRoom, auto_find_batch_size=True)
+
+
+def test_an_evaluation_in_half_precision_converts_the_weights(tmp_path: Path) -> None:
+    """After training, and for good."""
+
+    def run(trainer: Trainer) -> None:
+        trainer.train()
+        seen.append(trainer.evaluate()["eval_loss"])
+        assert next(trainer.model.parameters()).dtype is torch.bfloat16  # type: ignore[union-attr]
+
+    seen: list[float] = []
+    as_torch(run, tmp_path, bf16_full_eval=True)
+    assert seen[0] == seen[1]
+
+
 class Interrupted(Trainer):
     """Its second micro-batch fails once."""
 
@@ -549,8 +582,6 @@ def some(model: nn.Module) -> dict[str, Any]:
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"optim": "adafactor"}, {}, 'optim="adafactor" is another update'),
     ({"optim": "sgd", "optim_args": "momentum=0.9"}, {}, "optim_args='momentum=0.9': pass them to adopt"),
-    ({"bf16_full_eval": True}, {}, "full evaluation in half precision converts the weights"),
-    ({"auto_find_batch_size": True}, {}, "auto_find_batch_size goes on after a failed backward"),
     ({"model_init": gpt2}, {}, "model_init makes the model anew"),
     ({"kind": Adagrad}, {}, "Adagrad makes an optimizer of its own"),
     ({"kind": OwnSchedule}, {}, "OwnSchedule has its own create_optimizer_and_scheduler: split it into"),
