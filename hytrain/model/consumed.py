@@ -101,7 +101,7 @@ class ConsumedGradient(torch.Tensor):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise UsageError(CONSUMED)
 
-    numpy = __array__ = __dlpack__ = __reduce_ex__ = _refuse
+    numpy = data_ptr = __array__ = __dlpack__ = __reduce_ex__ = _refuse
 
     def _read(self) -> torch.Tensor:
         if (value := self.find(self)) is None:

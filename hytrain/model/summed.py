@@ -5,7 +5,7 @@
                   norm()                         ─▶ known since the gradient came, if the loop has asked before
                   mul_(factor), as clipping does ─▶ kept beside the sum, for whoever reads that
                   add_(), copy_(), …             ─▶ the same, and what was written is the sum from then on
-                  view(), numpy(), …             ─▶ a tensor of its own from then on, as in torch
+                  view(), numpy(), data_ptr(), … ─▶ a tensor of its own from then on, as in torch
                   p.grad = None                  ─▶ the sum is dropped
 
 So between such a backward and `step()`, gradients are what a loop finds there in torch. Where the sums are is known to
@@ -128,7 +128,7 @@ class SummedGradient(Tensor):
     def tolist(self) -> Any:
         return self._total.value().tolist()
 
-    numpy, __array__, __dlpack__ = map(_settled, ("numpy", "__array__", "__dlpack__"))
+    numpy, data_ptr, __array__, __dlpack__ = map(_settled, ("numpy", "data_ptr", "__array__", "__dlpack__"))
 
 
 #: Of these types, torch clips gradients with operators for lists, whose norms have bits of their own on a GPU.

@@ -258,6 +258,7 @@ AFTER_BACKWARD: list[tuple[str, Practice, str]] = [
     ("clip values", lambda model, opt: nn.utils.clip_grad_value_(model.parameters(), 1.0), "pass updates="),
     ("noise", lambda model, opt: model[0][0].weight.grad.add_(0.1), "add_ on .*change gradients in a hook of your own"),
     ("numpy", lambda model, opt: model[0][0].weight.grad.numpy(), "register_hook"),
+    ("data_ptr", lambda model, opt: model[0][0].weight.grad.data_ptr(), "register_hook"),
     ("two backwards", lambda model, opt: square_loss(model, 1).backward(), "is called between.*grad_accumulation=n"),
     ("evaluation", lambda model, opt: evaluated(model), r"is called between backward and step\(\).*Evaluate before"),
     ("norms", lambda model, opt: [p.norm() for p in model.parameters()], r"is used between backward and step\(\)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,21 @@ def writes_a_view(model: nn.Module, opt: Any, step: int) -> None:
     array[0] = 0.25
     opt.step()
     opt.zero_grad()
+
+
+def writes_by_address(model: nn.Module, opt: Any, step: int) -> Any:
+    """As kernels do that are not torch's."""
+    held(model, opt, step)
+    gradient = gradients(model)[0]
+    memory = (ctypes.c_float * gradient.numel()).from_address(gradient.data_ptr())
+    seen = list(memory[:3])
+    memory[0] = 0.25
+    assert gradient.flatten()[0] == 0.25
+    held(model, opt, step + 100)
+    memory[1] = 0.5
+    opt.step()
+    opt.zero_grad()
+    return seen
 
 
 def drops_all(model: nn.Module, opt: Any, step: int) -> None:
@@ -222,6 +238,7 @@ LOOPS = [
     reads,
     reads_after_the_step,
     writes_a_view,
+    writes_by_address,
     drops_all,
     drops_some,
     sets_to_zero,
