@@ -40,7 +40,8 @@ class CpuSeconds:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
             cost_s = self._costs[report.nodeid] = float(str(dict(report.user_properties)[_NAME]))
-            if cost_s > LIMIT_S and not {"slow", "gpu", "frameworks"} & report.keywords.keys() and report.nodeid not in DEAR:
+            is_free = {"slow", "gpu", "frameworks"} & report.keywords.keys() or report.nodeid in DEAR
+            if cost_s > LIMIT_S and not is_free:
                 self._too_dear.append(report.nodeid)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
