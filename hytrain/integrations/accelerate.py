@@ -1,12 +1,14 @@
-"""HyTrain with Hugging Face Accelerate.
+"""HyTrain with Hugging Face Accelerate, where the loop clips or accumulates, or the state is large.
+
+An Accelerator takes `hytrain.AdamW` like any other optimizer. One that was adopted knows before a backward what the
+loop does after it, so its updates begin in backward:
 
     accelerator = Accelerator()
     model, loader = accelerator.prepare(model, loader)
     opt = adopt(accelerator, model, lr=3e-4, max_grad_norm=1.0)      # was: torch.optim.AdamW(model.parameters(), …)
     opt, scheduler = accelerator.prepare(opt, scheduler_for(opt))
 
-Accelerate moves an optimizer's `state_dict()` to the device and pickles it. HyTrain therefore returns a small one and
-saves the state separately:
+Accelerate pickles an optimizer's `state_dict()`. That of an adopted one is small, and the state is saved separately:
 
     save_state(folder) ──▶ folder/optimizer.bin     the small one
                       └──▶ folder/hytrain/          the state, layer by layer, independent of k
@@ -48,7 +50,7 @@ FOLDER: Final = "hytrain"  # the folder in a checkpoint with the state of the fi
 
 
 class Adopted(Optimizer):
-    """An optimizer of HyTrain with a `state_dict()` that costs nothing to move and to pickle.
+    """An optimizer of HyTrain with a `state_dict()` that costs nothing to pickle.
 
     Attributes: `folder`, the name of its folder in every checkpoint; `checkpoint`, where the next `load_state_dict`
     of a small state finds that folder; `unhook`, called by `close`.

@@ -4,9 +4,10 @@
     opt = adopt(trainer, k="auto")          # the only new line
     trainer.train()
 
-The optimizer follows the training arguments: `optim`, learning rate, betas, epsilon, weight decay and the parameters
-without it, `max_grad_norm`. A subclass that makes an optimizer in its own way makes one, of which HyTrain takes the
-parameters and numbers: all of them, or `adopt` refuses. What the Trainer calls:
+A Trainer takes `hytrain.AdamW` like any other optimizer, too. One that was adopted follows the training arguments:
+`optim`, learning rate, betas, epsilon, weight decay and the parameters without it, `max_grad_norm`. A subclass that
+makes an optimizer in its own way makes one, of which HyTrain takes the parameters and numbers: all of them, or `adopt`
+refuses. What the Trainer calls:
 
     Trainer ── clip_grad_norm_ ──▶ accelerator   returns opt.grad_norm: HyTrain has clipped already
             ── on_log ───────────▶ HyTrainCallback   k, stall, norm, skipped steps
