@@ -133,11 +133,6 @@ def joined_cluster() -> str | None:
     return os.environ.get(CLUSTER_VARIABLE)
 
 
-def master_address() -> str | None:
-    """The address of the machine with rank 0, as torchrun or the user has set it for torch.distributed, or None."""
-    return os.environ.get("MASTER_ADDR")
-
-
 def job_end() -> float | None:
     """When the batch job of this process ends, in seconds since 1970, as Slurm has set it, or None."""
     text = os.environ.get("SLURM_JOB_END_TIME", "")

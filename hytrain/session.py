@@ -37,7 +37,7 @@ from hytrain.run import environment
 from hytrain.run.cluster import find_or_start
 from hytrain.run.coordinator import LOG_BYTES, log_bytes
 from hytrain.run.link import THREAD_PREFIX, Link
-from hytrain.run.nodes import connect_nodes
+from hytrain.run.nodes import Nodes
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.seats import Seat
@@ -100,7 +100,8 @@ class Session(Site):
         self.memory.limit = self._cluster.gpu_memory_limit
         with contextlib.ExitStack() as undo:  # what a start that fails has done, down to the model
             undo.callback(self.place.close)
-            connect_nodes(self._cluster, self.place.rank, self.ranks)
+            self._nodes = Nodes(self.ranks)
+            undo.callback(self._nodes.close)
             self.take_model(came_from, undo)
             build = self._build()
             undo.callback(self._leave)
@@ -160,7 +161,7 @@ class Session(Site):
     def _start(self, build: Build, undo: contextlib.ExitStack, *, continues: bool) -> None:
         """Join the processes, agree on the first plan, and start an engine with it. `undo` gets what undoes that."""
         plans = PlanBook("trainer", len(build.layers))
-        link = self._link = Link(self.place, timeout_s=ANSWER_TIMEOUT_S)
+        link = self._link = Link(self.place, self._nodes, timeout_s=ANSWER_TIMEOUT_S)
         undo.callback(link.close)
         engine = self._engine = build.engine(link, plans)
         undo.callback(link.close, engine.release)
@@ -298,6 +299,7 @@ class Session(Site):
             self._others.clear()
             self.resting.clear()
         finally:  # also after Ctrl-C during the wait for the last updates
+            self._nodes.close()
             self.place.close()
             self._trackers.close()
 

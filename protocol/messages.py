@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from ipaddress import ip_address
 
 from protocol.address import Address
 from protocol.placement import Places
@@ -29,7 +28,6 @@ OBJECTIVES = ("speed", "gpu-memory", "host-memory")
 POLICIES = ("fixed", "balance", "deadline", "random")
 #: The most steps of a timeline that a monitor asks for.
 MAX_TRACED_STEPS = 1000
-_KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 _INBOX = re.compile(r"[a-z]{1,16}(-[0-9a-f]{1,8}){0,2}")
 
 
@@ -54,10 +52,6 @@ def _require_banks(banks: tuple[int, ...]) -> None:
 
 def _require_inbox(name: str) -> None:
     _require(_INBOX.fullmatch(name) is not None, f"{name!r} is not an inbox name")
-
-
-def _require_keys(keys: tuple[str, ...]) -> None:
-    _require(all(_KEY.fullmatch(key) is not None for key in keys), "a key has 40 characters of Z85")
 
 
 # ---------------------------------------------------------------- handshake
@@ -661,13 +655,37 @@ class Log(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankStatus:
+    """One rank of a job with `world` of them. `record`: its newest one, as JSON text. `cores`: those of its optimizer.
+
+    `gather_s` is the mean time of its all-gathers in a step, over the last steps; None if it has none.
+    """
+
+    rank: int
+    world: int
+    host: str
+    record: str
+    cores: str
+    gather_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus(Message):
+    """Rank 0 of a job on several machines to its coordinator: the ranks on the other machines."""
+
+    ranks: tuple[RankStatus, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ping(Message):
     """Coordinator to trainer and optimizer, once a second during training: answer on this connection.
 
     `recorded_s`: the `at_s` of the trainer's newest report whose record is written; None if there is none.
+    `status`: that of the trainer's rank, if its job has other machines.
     """
 
     recorded_s: float | None = None
+    status: RankStatus | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -700,21 +718,6 @@ class Process:
     silent_s: float = 0.0
     writing: str = ""
     writing_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStatus:
-    """One rank of a job with `world` of them. `record`: its newest one, as JSON text. `cores`: those of its optimizer.
-
-    `gather_s` is the mean time of its all-gathers in a step, over the last steps; None if it has none.
-    """
-
-    rank: int
-    world: int
-    host: str
-    record: str
-    cores: str
-    gather_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -759,66 +762,6 @@ class CommandReply(Message):
 
     ok: bool
     text: str
-
-
-# ---------------------------------------------------------------- several machines
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyRequest(Message):
-    """Trainer to coordinator: which public key do you have?"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Key(Message):
-    """Coordinator to trainer: its public CURVE key, as Z85 text."""
-
-    key: str
-
-    def __post_init__(self) -> None:
-        _require_keys((self.key,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collect(Message):
-    """Trainer to the first machine's coordinator: listen to the coordinators that have these public keys.
-
-    `host`: the machine's own address, at which they reach it.
-    """
-
-    keys: tuple[str, ...]
-    host: str
-
-    def __post_init__(self) -> None:
-        _require_keys(self.keys)
-        _require(not ip_address(self.host.partition("%")[0]).is_unspecified, f"{self.host} stands for all addresses")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collecting(Message):
-    """Coordinator to trainer: it listens at this TCP endpoint, or nowhere if it is empty."""
-
-    endpoint: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReportTo(Message):
-    """Trainer to another machine's coordinator: send your ranks' status there. `node` is your machine's first rank."""
-
-    endpoint: str
-    key: str
-    node: int
-
-    def __post_init__(self) -> None:
-        _require_keys((self.key,))
-        _require(self.node > 0, "the first machine reports to nobody")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeStatus(Message):
-    """Another machine's coordinator to the first one's, in each step: the ranks of its machine."""
-
-    ranks: tuple[RankStatus, ...]
 
 
 # ---------------------------------------------------------------- the end

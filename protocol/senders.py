@@ -19,7 +19,7 @@ BY_ROLE: Final[dict[str, tuple[type[m.Message], ...]]] = {
         *(m.Hello, m.Ready, m.Calibration, m.PlanAck, m.Pong, m.Failure, m.Goodbye),
         *(m.LayerTable, m.PositionsLearned, m.StepBegin, m.GradReady, m.Verdict, m.TrainerReport, m.Log),
         *(m.PlanApplied, m.AllocatePlanes, m.ReleasePlanes, m.TakeOver, m.Counted, m.GiveUp),
-        *(m.Rejoin, m.KeyRequest, m.Collect, m.ReportTo, m.TraceSteps, m.Traced),
+        *(m.Rejoin, m.TraceSteps, m.Traced, m.NodeStatus),
     ),
     "optimizer": (
         *(m.Hello, m.Ready, m.Calibration, m.PlanAck, m.Pong, m.Failure),
@@ -27,7 +27,7 @@ BY_ROLE: Final[dict[str, tuple[type[m.Message], ...]]] = {
     ),
     "coordinator": (
         *(m.Welcome, m.LayerTable, m.Plan, m.Reassign, m.SetThreads, m.SetMode, m.TraceNext, m.SaveCheckpoint),
-        *(m.Introduce, m.Ping, m.Status, m.CommandReply, m.Key, m.Collecting, m.NodeStatus),
+        *(m.Introduce, m.Ping, m.Status, m.CommandReply),
         m.Goodbye,  # in the place of a trainer that is gone
     ),
     "monitor": (m.StatusRequest, m.Command),

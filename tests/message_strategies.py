@@ -21,7 +21,6 @@ COUNTS = st.integers(0, 2**63)
 addresses = st.builds(Address, st.sampled_from(ROLES), COUNTS)
 TEXT = st.text(max_size=20)
 INBOXES = st.sampled_from(("coordinator-0", "trainer-0-12ab34cd"))
-KEYS = st.sampled_from(("rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7", "0" * 40))
 NAMES = st.lists(st.sampled_from(sorted(PLACEMENTS)), max_size=5).map(tuple)
 SECONDS_EACH = st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True)
 
@@ -37,11 +36,6 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.LayerTable, "threads"): st.none() | st.integers(1, 100),
     (m.LayerTable, "rank"): st.integers(0, 7),
     (m.LayerTable, "world"): st.integers(8, 100),
-    (m.Key, "key"): KEYS,
-    (m.Collect, "host"): st.sampled_from(("127.0.0.1", "10.1.2.3", "fe80::1%eth0")),
-    (m.Collect, "keys"): st.lists(KEYS, max_size=3).map(tuple),
-    (m.ReportTo, "key"): KEYS,
-    (m.ReportTo, "node"): st.integers(1, 2**20),
     (m.LayerTable, "k"): st.none() | st.floats(0, 1),
     (m.LayerTable, "visit"): st.none() | st.floats(0, 1),
     (m.LayerTable, "offload_weights"): st.none() | st.floats(0, 1),

@@ -1152,20 +1152,25 @@ def test_a_status_has_all_ranks_of_a_job(driver: Driver) -> None:
 
 def test_the_ranks_of_other_machines_are_heard_of(driver: Driver) -> None:
     """A status of theirs replaces the one before. Commands do not reach them. The next job has other machines."""
-    there = Address("coordinator", 1)
     theirs = m.RankStatus(rank=1, world=3, host="there", record="{}", cores="", gather_s=None)
-    assert driver.handle(m.KeyRequest()) == []
-    driver.start(rank=2, world=3)
+    driver.start(rank=2, world=4)
     driver.handle(report(0))
-    driver.state.hear(m.NodeStatus(ranks=(replace(theirs, rank=0), theirs)), there)
-    driver.state.hear(m.NodeStatus(ranks=(theirs,)), there)
-    driver.state.hear(m.NodeStatus(ranks=(replace(theirs, rank=0),)), OPTIMIZER)
+    driver.handle(m.NodeStatus(ranks=(replace(theirs, rank=0), theirs)))
+    driver.handle(m.NodeStatus(ranks=(theirs, replace(theirs, rank=2))))
     assert [(rank.rank, rank.host) for rank in driver.status().ranks] == [(1, "there"), (2, "here")]
+    told = [command.message for command in driver.state.beat() if isinstance(command, Send)]
+    [own] = [ping.status for ping in told if isinstance(ping, m.Ping) and ping.status is not None]
+    assert own == driver.status().ranks[1], "the trainer gets its rank's"
     assert "k=0.5 from the next plan on, on this machine" in driver.answer(m.Command(name="k", value="0.5")).text
     driver.leave()
     driver.join(TRAINER, 12)
-    driver.first_plan(rank=2, world=3)
+    driver.first_plan(rank=2, world=4)
     assert [rank.rank for rank in driver.status().ranks] == [2]
+
+
+def test_ranks_of_one_machine_are_told_of_nobody(driver: Driver) -> None:
+    driver.start(rank=1, world=2)
+    assert driver.state.beat() == [Send(TRAINER, m.Ping()), Send(OPTIMIZER, m.Ping())]
 
 
 def test_a_trainer_that_leaves_leaves_the_others_alone(driver: Driver) -> None:

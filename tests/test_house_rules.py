@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("hytrain", "workers", "protocol")
 
 NOT_ABOVE = {"protocol": {"hytrain", "workers", "torch"}, "hytrain": {"workers"}, "workers": set[str]()}
-ONLY_IN = {"zmq": ("protocol/channel.py", "protocol/nodes.py"), "msgpack": ("protocol/codec.py",)}
+ONLY_IN = {"zmq": ("protocol/channel.py",), "msgpack": ("protocol/codec.py",)}
 #: The rooms of `workers/`, each with the others that it may import. What lies beside the rooms is below them.
 ROOMS: dict[str, set[str]] = {
     "launch": set(),

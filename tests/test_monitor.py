@@ -423,6 +423,9 @@ def test_the_table_has_a_line_per_rank() -> None:
         rank(2, world=4, gather_s=0.6, step=7 - view.SILENT_STEPS - 1),
     )
     record = json.dumps(RECORD | {"step": 7})
+    fast = json.dumps(RECORD | {"step": 7, "step_s": 0.01})
+    text = as_text(Snapshot(status(record=fast, ranks=ranks), ()))
+    assert "no news" not in text, "the others are heard of later, in so few seconds"
     text = as_text(
         Snapshot(status(record=record, ranks=(*ranks, replace(rank(3, world=4, gather_s=0.6), record="{}"))), ())
     )

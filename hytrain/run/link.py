@@ -33,6 +33,7 @@ from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena
 from hytrain.memory.transfer import Transfer
 from hytrain.run.cluster import PrivateCluster, await_end, has_ended
 from hytrain.run.coordinator import LOOK_S, PROCESS, RETRY_S, START_TIMEOUT_S, Coordinator, Unrecorded
+from hytrain.run.nodes import Nodes
 from hytrain.run.ownership import PlanBook
 from hytrain.run.seats import Seat
 from hytrain.state import manifest
@@ -100,9 +101,9 @@ class _Job:
 class Link:
     """The trainer's connection to optimizer and coordinator. `join` it, `agree`, `start`, `post`, `leave`, `close`."""
 
-    def __init__(self, place: PrivateCluster | Seat, *, timeout_s: float) -> None:
+    def __init__(self, place: PrivateCluster | Seat, nodes: Nodes, *, timeout_s: float) -> None:
         """`place` is the trainer's place in its cluster."""
-        self._place, self._timeout_s = place, timeout_s
+        self._place, self._nodes, self._timeout_s = place, nodes, timeout_s
         cluster, rank = place.cluster, place.rank
         self._cluster = cluster
         self._pid = os.getpid()
@@ -389,6 +390,8 @@ class Link:
                     self._unrecorded.recorded_s = incoming.message.recorded_s or self._unrecorded.recorded_s
                     self._unrecorded.flush()
                     self._inbox.reply(incoming.sender, _pong(listener))
+                    if incoming.message.status is not None:
+                        self._nodes.tell(incoming.message.status, partial(self.post, "coordinator"))
                 elif isinstance(incoming.message, m.Introduce):
                     hello = self._follow(incoming.message)
                     if coordinator.is_there and self._ready is not None:

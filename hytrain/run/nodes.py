@@ -1,87 +1,89 @@
-"""Connects the coordinators of a job's machines, so that a monitor on the first machine sees all ranks.
+"""Tells the first machine of a job the status of the ranks on the others, through the store of `torch.distributed`.
 
-    each machine's first rank ── KeyRequest ──▶ its coordinator ── Key ──┐
-    all ranks ◀── public keys, then the first machine's endpoint ── Ranks.gather ◀┘
-    rank 0 ── Collect ──▶ its coordinator          the others ── ReportTo ──▶ theirs
+    each coordinator ── Ping: its rank's status ──▶ trainer ── set ──▶ the job's store
+    rank 0 ◀── get ── the job's store               rank 0 ── NodeStatus ──▶ its coordinator, for monitors
 
-Only public keys travel. Training does not need the connection: whatever fails here is a line in the log.
+Training does not need it: a thread of its own waits for the store, and whatever fails here is a line in the log.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-import socket
+import threading
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final
 
-from hytrain.config import Cluster, master_address
-from hytrain.errors import ClusterTimeout
+import torch.distributed as dist
+
 from hytrain.run.ranks import Ranks
-from protocol import messages as m
-from protocol.address import COORDINATOR, Address
-from protocol.channel import Network
+from protocol.address import Address
+from protocol.codec import decode, encode
+from protocol.messages import NodeStatus, RankStatus
 
-ANSWER_S: Final = 60.0
+#: At the end, an answer of the store is waited for so long.
+END_S: Final = 5.0
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T", m.Key, m.Collecting)
-Found = TypeVar("Found")
 
 
-def connect_nodes(cluster: Cluster, rank: int, ranks: Ranks) -> None:
-    """Connect the machines of a job. All ranks call this; `rank` is the caller's in its cluster.
+class Nodes:
+    """A rank's end. It does nothing in a job on one machine, and for ranks other than 0 on the first machine."""
 
-    It does nothing in a job on one machine.
-    """
-    if len(ranks.node) == ranks.world:
-        return
-    first, name = ranks.rank == 0, ranks.gather(master_address() or socket.gethostname())[0]
-    key = _tried(lambda: _ask(cluster, rank, m.KeyRequest(), m.Key).key) if ranks.leads_node else None
-    keys, addresses = zip(*ranks.gather((key, _tried(lambda: own_address(name)) if key else None)), strict=True)
+    def __init__(self, ranks: Ranks) -> None:
+        """All ranks call this."""
+        self._newest: tuple[RankStatus, Callable[[NodeStatus], None]] | None = None
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        if len(ranks.node) == ranks.world:
+            return
+        self._token, self._rank = ranks.gather(secrets.token_hex(16))[0], ranks.rank
+        self._store: Any = self._joined() if self._rank == 0 or 0 not in ranks.node else None
+        there = ranks.gather(self._store is not None)
+        self._keys = [self._key(rank) for rank, is_there in enumerate(there) if is_there and rank not in ranks.node]
+        if self._store is not None:
+            self._thread = threading.Thread(target=self._exchange, name="hytrain-nodes", daemon=True)
+            self._thread.start()
 
-    def collect() -> str:
-        others = {key: address for key, address in zip(keys[1:], addresses[1:], strict=True) if key and address}
-        host = own_address(next(iter(others.values()), name))
-        return _ask(cluster, rank, m.Collect(keys=tuple(others), host=host), m.Collecting).endpoint
+    def _key(self, rank: int) -> str:
+        return f"hytrain/{self._token}/{rank}"
 
-    endpoint = ranks.gather(_tried(collect) if first and key else None)[0]
-    if ranks.leads_node and not first and key and endpoint:
-        report = m.ReportTo(endpoint=endpoint, key=keys[0], node=ranks.rank)
-        _tried(lambda: _tell(cluster, rank, report))
+    def _joined(self) -> Any:
+        """The store over a connection of our own, in which this rank has a key; None, if that cannot be."""
+        try:
+            default: Any = dist.distributed_c10d._get_default_store()
+            store = default.clone()
+            store.set(self._key(self._rank), b"")
+        except Exception as error:  # of stores of other kinds, too
+            return self._fails(error)
+        return store
 
+    def tell(self, status: RankStatus, hear: Callable[[NodeStatus], None]) -> None:
+        """This rank's newest status. Rank 0 hears those of other machines in return, on a thread."""
+        self._newest = status, hear
+        self._wake.set()
 
-def own_address(host: str) -> str:
-    """The address that this machine has in the network in which it reaches `host`. Sends nothing. Raises `OSError`."""
-    family, kind, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(place)
-        return str(probe.getsockname()[0])
+    def _exchange(self) -> None:
+        try:
+            while self._wake.wait() and (newest := self._newest) is not None:
+                self._wake.clear()
+                status, hear = newest
+                if self._rank:
+                    own, sender = NodeStatus(ranks=(status,)), Address("trainer", self._rank)
+                    self._store.set(self._key(self._rank), encode(own, token=self._token, sender=sender, seq=0))
+                    continue
+                frames = filter(None, self._store.multi_get(self._keys) if self._keys else [])
+                told = [decode(frame, token=self._token).message for frame in frames]
+                hear(NodeStatus(ranks=tuple(rank for one in told if isinstance(one, NodeStatus) for rank in one.ranks)))
+        except Exception as error:
+            self._fails(error)
 
-
-def _tried(act: Callable[[], Found]) -> Found | None:
-    try:
-        return act()
-    except (ClusterTimeout, OSError, ValueError) as error:
+    def _fails(self, error: Exception) -> None:
         _log.warning("monitors will not see the ranks of other machines: %s", error)
-        return None
 
-
-def _ask(cluster: Cluster, rank: int, question: m.Message, kind: type[T]) -> T:
-    with _network(cluster, rank) as network:
-        outbox = network.outbox(COORDINATOR)
-        outbox.send(question)
-        answer = outbox.receive(ANSWER_S)
-    if not isinstance(answer, kind):
-        raise ClusterTimeout(f"the coordinator did not answer {type(question).__name__}")
-    return answer
-
-
-def _tell(cluster: Cluster, rank: int, message: m.Message) -> None:
-    with _network(cluster, rank) as network:
-        network.outbox(COORDINATOR, linger_s=ANSWER_S).send(message)
-
-
-def _network(cluster: Cluster, rank: int) -> Network:
-    address = Address("trainer", rank)
-    return Network(cluster.socket_dir, token=cluster.token, address=address, name=f"{address}-{secrets.token_hex(4)}")
+    def close(self) -> None:
+        """End the thread, unless the store hangs."""
+        self._newest = None
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(END_S)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import queue
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from helpers import DEADLINE_S
 from machines import Machine, NoMachines, two_machines
 from programs import CLUSTER, ROOT, SCRIPTS, environment, read_until, run, started
+from ranks import RankGroup
+
+from hytrain.run.nodes import Nodes
+from hytrain.run.ranks import Ranks
+from protocol.messages import NodeStatus, RankStatus
 
 MONITOR = ROOT / "bin" / "hytrain-monitor"
 PORT = "29400"
@@ -57,3 +65,44 @@ def test_the_first_machine_shows_all_ranks(machines: tuple[Machine, Machine], tm
             launcher.wait(DEADLINE_S)
     for each in environments:
         Path(each["TMPDIR"]).rmdir()
+
+
+def told(is_lost: bool) -> list[list[str]]:
+    """What rank 0 hears of rank 1, which is on another machine; or nothing, if the store is lost meanwhile."""
+    ranks = Ranks.of_job()
+    nodes, heard = Nodes(replace(ranks, node=(ranks.rank,))), queue.SimpleQueue[NodeStatus]()
+    try:
+        dist.barrier()
+        if is_lost:
+            nodes._store = None
+        found = list[list[str]]()
+        for record in ('{"step": 1}', '{"step": 2}'):
+            own = RankStatus(rank=ranks.rank, world=2, host="", record=record, cores="", gather_s=None)
+            nodes.tell(own, heard.put)
+            if is_lost:
+                assert nodes._thread is not None
+                nodes._thread.join(DEADLINE_S)  # it ends with a line in the log
+            while ranks.rank == 0 and not is_lost and [record] not in found:
+                if (news := [one.record for one in heard.get(timeout=DEADLINE_S).ranks]) not in found:
+                    found.append(news)
+                nodes.tell(own, heard.put)
+            dist.barrier()
+        assert all(rank.rank == 1 for news in iter_all(heard) for rank in news.ranks)
+        return found
+    finally:
+        nodes.close()
+
+
+def iter_all(heard: queue.SimpleQueue[NodeStatus]) -> Iterator[NodeStatus]:
+    while not heard.empty():
+        yield heard.get()
+
+
+def test_the_first_rank_hears_of_the_others(two_ranks: RankGroup) -> None:
+    """Their newest status counts; before there is one, they are not known."""
+    first, second = two_ranks.run(told, False)
+    assert [news for news in first if news] == [['{"step": 1}'], ['{"step": 2}']] and second == []
+
+
+def test_a_lost_store_ends_nothing(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(told, True) == [[], []]

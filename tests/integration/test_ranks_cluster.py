@@ -20,6 +20,7 @@ from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.errors import ConfigError
 from hytrain.run.cluster import PrivateCluster, find_or_start
 from hytrain.run.link import Link
+from hytrain.run.nodes import Nodes
 from hytrain.run.ranks import Ranks
 
 SHARDED = SCRIPTS / "sharded.py"
@@ -29,7 +30,7 @@ def the_first_rank_leaves_first() -> tuple[str, int, tuple[int, ...], list[bool]
     """The place of this rank, and whether the cluster's processes live once the first rank, then all have left."""
     os.environ.pop(CLUSTER_VARIABLE, None)  # the run that the ranks of most tests join
     place = find_or_start(ClusterConfig.resolve(), Ranks.of_job())
-    link = Link(place, timeout_s=DEADLINE_S)
+    link = Link(place, Nodes(Ranks()), timeout_s=DEADLINE_S)
     link.join()
     workers = [psutil.Process(pid) for pid in (*place.cluster.optimizer_pids, place.cluster.coordinator_pid)]
     launcher = psutil.Process(place.cluster.launcher_pid)

@@ -1,6 +1,6 @@
 """The coordinator process: the I/O around `coordinator_state`.
 
-    inbox, Nodes ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note … ─▶ sockets, metrics.jsonl, log
+    inbox ─▶ CoordinatorState.handle ─▶ Send, Answer, Write, Publish, Note … ─▶ sockets, metrics.jsonl, log
                                                                                   └─▶ timeline, if it is drawn
 
 It sleeps until its inbox has a message or a second has passed, and exits when the launcher is gone. A trainer that is
@@ -39,7 +39,6 @@ from workers.coordinate.gauges import Gauges
 from workers.coordinate.handshake import HandshakeError
 from workers.coordinate.heartbeats import BEAT_S
 from workers.coordinate.metrics_file import MetricsFile
-from workers.coordinate.nodes import Nodes
 from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Keep, Note, Publish, Send, Write
 from workers.run_folder import metrics_file
 from workers.worker import begin_worker, read_token, say_ready, worker_parser
@@ -77,11 +76,10 @@ def main() -> int:
     token = read_token(arguments.socket_dir)
     with (
         closing(Metrics(arguments.run_dir)) as metrics,
-        closing(Nodes()) as nodes,
         Network(arguments.socket_dir, token=token, address=COORDINATOR) as network,
     ):
         trace = TraceWriter(arguments.run_dir, COORDINATOR, EVERY_STEP if arguments.trace else NO_STEP)
-        coordinator = Coordinator(network, nodes, state, metrics, trace, life_fd=arguments.life_fd, kept=kept)
+        coordinator = Coordinator(network, state, metrics, trace, life_fd=arguments.life_fd, kept=kept)
         say_ready(arguments.ready_fd, "coordinating")
         if arguments.again:
             coordinator.ask_all()
@@ -156,7 +154,6 @@ class Coordinator:
     def __init__(
         self,
         network: Network,
-        nodes: Nodes,
         state: CoordinatorState,
         metrics: Metrics,
         trace: TraceWriter,
@@ -164,7 +161,7 @@ class Coordinator:
         life_fd: int,
         kept: dict[int, Commands] | None,
     ) -> None:
-        self._network, self._nodes, self._state, self._metrics, self._trace = network, nodes, state, metrics, trace
+        self._network, self._state, self._metrics, self._trace = network, state, metrics, trace
         self._inbox = network.inbox()
         self._inbox.watch_descriptor("the launcher", life_fd)
         self._publisher = Publisher(network)
@@ -263,10 +260,6 @@ class Coordinator:
                 kind = type(incoming.message).__name__
                 _dropped.warning("dropped %s of %s over connection %s", kind, incoming.address, incoming.sender)
             return
-        for news in self._nodes.news():
-            self._state.hear(news.message, news.sender)
-        if (answer := self._nodes.handle(incoming.message)) is not None:
-            self._inbox.reply(incoming.sender, answer)
         try:
             commands = self._state.handle(incoming.message, incoming.address, now_s)
         except HandshakeError as error:
@@ -327,7 +320,6 @@ class Coordinator:
                 self._metrics.write(command)
             case Publish(status):
                 self._publisher.send(status)
-                self._nodes.publish(status)
             case Note(text):
                 _log.info("%s", text)
             case Abort(worker, pid):

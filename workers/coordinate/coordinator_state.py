@@ -52,7 +52,7 @@ class CoordinatorState:
         self.heartbeats = Heartbeats(limit_s=hang_timeout_s)
         self._tracing = Tracing(is_on=traces)
         self.no_timeline = ""  # why the newest one could not be written
-        self._elsewhere: dict[Address, tuple[m.RankStatus, ...]] = {}
+        self._ranks_here, self._elsewhere = ranks, tuple[m.RankStatus, ...]()
         self._takes_over = kept is not None
         for rank, commands in (kept or {}).items():
             self.fleet.seat(rank).commands = commands
@@ -61,9 +61,7 @@ class CoordinatorState:
         """Whether `sender` may send this over `connection`: a worker only over the one that it has joined with."""
         if isinstance(message, m.Hello):
             return message.inbox == connection
-        if sender.role == "monitor" or isinstance(message, m.KeyRequest | m.Collect | m.ReportTo):
-            return True
-        return self._handshake.is_joined(sender, connection)
+        return sender.role == "monitor" or self._handshake.is_joined(sender, connection)
 
     def handle(self, message: m.Message, sender: Address, now_s: float) -> list[Command]:
         """Handle `message`. Raises `HandshakeError`, `OwnershipError` or `ValueError` if it is not allowed now."""
@@ -79,8 +77,9 @@ class CoordinatorState:
                 return self._on_command(message)
             case m.Goodbye():
                 return self._on_goodbye(sender)
-            case m.KeyRequest() | m.Collect() | m.ReportTo():
-                return []  # `workers.coordinate.nodes` has answered
+            case m.NodeStatus(ranks=ranks):
+                self._elsewhere = ranks
+                return []
             case m.Traced():
                 return self._tracing.has_drawn(sender)
             case m.Failure():
@@ -100,14 +99,15 @@ class CoordinatorState:
         asked = [address for address in asked if self._handshake.is_ready(address)]  # or else about to join again
         news, hung = self.heartbeats.beat(asked)
         ends = [Abort(address, self._handshake.joined[address].pid) for address in hung]
-        pings = [Send(address, m.Ping(recorded_s=self.fleet.seat(address.rank).recorded_s)) for address in asked]
+        pings = [Send(address, self._ping(address)) for address in asked]
         # Ends first: who reads the news may resume a stopped process, which must not be taken for one that hangs.
         return [*ends, *map(Note, news), *pings]
 
-    def hear(self, message: m.Message, sender: Address) -> None:
-        """The coordinator of another machine of the job has sent the status of its ranks."""
-        if isinstance(message, m.NodeStatus) and sender.role == COORDINATOR.role:
-            self._elsewhere[sender] = message.ranks
+    def _ping(self, worker: Address) -> m.Ping:
+        seat = self.fleet.seat(worker.rank)
+        status = self._rank(seat) if worker == seat.trainer else None
+        is_news = status is not None and status.world > self._ranks_here  # for the first of several machines
+        return m.Ping(recorded_s=seat.recorded_s, status=status if is_news else None)
 
     def lose(self, trainer: Address, inbox: str) -> list[Command]:
         """A trainer is gone without a Goodbye: say it to its optimizer in its place."""
@@ -186,7 +186,7 @@ class CoordinatorState:
         if not seat.ends(sender.role):
             return drawn
         if not self.fleet.taken:
-            self._elsewhere.clear()
+            self._elsewhere = ()
         return [*drawn, *self._admit_next(seat)]
 
     def _admit_next(self, seat: TrainerSeat) -> list[Command]:
@@ -241,11 +241,12 @@ class CoordinatorState:
         )
 
     def _ranks(self) -> tuple[m.RankStatus, ...]:
-        cores = self._handshake.detail
-        found = [seat.status(self._host, cores(Address("optimizer", seat.trainer.rank))) for seat in self.fleet.taken]
-        own = {status.rank: status for status in found if status is not None}
-        others = {status.rank: status for ranks in self._elsewhere.values() for status in ranks} if own else {}
-        return tuple(status for _, status in sorted((others | own).items()))
+        found = [status for seat in self.fleet.taken if (status := self._rank(seat)) is not None]
+        known = {status.rank: status for status in (*self._elsewhere, *found)} if found else {}
+        return tuple(status for _, status in sorted(known.items()))
+
+    def _rank(self, seat: TrainerSeat) -> m.RankStatus | None:
+        return seat.status(self._host, self._handshake.detail(Address("optimizer", seat.trainer.rank)))
 
     def check(self) -> None:
         self._handshake.check()

@@ -24,8 +24,10 @@ BARS: Final = "▁▂▃▄▅▆▇█"
 MODES: Final = {"speculate": "updates ahead of the norm", "defer": "updates after the norm"}
 #: A rank is called the slowest if the others wait for it at least this share of a step.
 MIN_WAIT: Final = 0.01
-#: The first machine hears of the others' ranks a little later. A rank this many steps behind is not heard of any more.
+#: The first machine hears of the others' ranks some seconds later. A rank that is behind by so many steps, which take
+#: so long, is not heard of any more.
 SILENT_STEPS: Final = 16
+SILENT_S: Final = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ def record_json(status: m.Status) -> str:
 
 
 def silent(rank: m.RankStatus, record: dict[str, Any]) -> bool:
-    return bool(record.get("step", 0) - json.loads(rank.record).get("step", 0) > SILENT_STEPS)
+    behind = record.get("step", 0) - json.loads(rank.record).get("step", 0)
+    return bool(behind > SILENT_STEPS and behind * record["step_s"] > SILENT_S)
 
 
 def as_json(snapshot: Snapshot) -> str:
