@@ -110,7 +110,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
     origin = typing.get_origin(hint)
     if origin is tuple:
         return _array_reader(typing.get_args(hint)[0])
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         (inner,) = (_reader(arg) for arg in typing.get_args(hint) if arg is not type(None))
         return lambda value: None if value is None else inner(value)
     if origin is dict:

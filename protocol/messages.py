@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import Field, dataclass, fields
+from typing import Annotated, Any, ClassVar, NamedTuple, dataclass_transform, get_args, get_type_hints
 
 from protocol.address import Address
 from protocol.placement import Places
@@ -31,10 +33,52 @@ MAX_TRACED_STEPS = 1000
 _INBOX = re.compile(r"[a-z]{1,16}(-[0-9a-f]{1,8}){0,2}")
 
 
-class Message:
-    """The base class of everything that is sent on its own."""
+class Is(NamedTuple):
+    """What a value of a field has to be, or each of several; None is allowed where its type allows it."""
 
-    __slots__ = ()
+    holds: Callable[[Any], bool]
+    otherwise: str  # what is said of another one
+
+
+Count = Annotated[int, Is(lambda it: it >= 0, "is negative")]
+Positive = Annotated[int, Is(lambda it: it > 0, "is not above 0")]
+Pid = Annotated[int, Is(lambda it: 0 < it < 1 << 31, "is no PID")]
+Bank = Annotated[int, Is(lambda it: it in (0, 1), "is no bank")]
+Traceable = Annotated[int, Is(lambda it: 0 <= it <= MAX_TRACED_STEPS, f"is not in 0 to {MAX_TRACED_STEPS}")]
+Share = Annotated[float, Is(lambda it: 0.0 <= it <= 1.0, "is not in [0, 1]")]
+#: Seconds per parameter.
+Rate = Annotated[float, Is(lambda it: 0.0 < it < 1.0, "is not in (0, 1)")]
+Inbox = Annotated[str, Is(lambda it: _INBOX.fullmatch(it) is not None, "is not an inbox name")]
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Record:
+    """A frozen dataclass whose fields are given by name, and are what they are declared to be."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    _declared: ClassVar[tuple[tuple[str, Is], ...]]
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+        hints = get_type_hints(cls, include_extras=True)
+        cls._declared = tuple((field.name, each) for field in fields(cls) for each in _constraints(hints[field.name]))
+
+    def __post_init__(self) -> None:
+        for name, (holds, otherwise) in self._declared:
+            value = getattr(self, name)
+            for each in value if isinstance(value, tuple) else (value,):
+                if each is not None and not holds(each):
+                    raise ValueError(f"{name} {each!r} {otherwise}")
+        self._check()
+
+    def _check(self) -> None:
+        """Raise ValueError unless the fields fit each other."""
+
+
+def _constraints(hint: Any) -> Iterator[Is]:
+    yield from getattr(hint, "__metadata__", ())
+    for inner in get_args(hint):
+        yield from _constraints(inner)
 
 
 def _require(condition: bool, sentence: str) -> None:
@@ -42,38 +86,24 @@ def _require(condition: bool, sentence: str) -> None:
         raise ValueError(sentence)
 
 
-def _require_pid(pid: int) -> None:
-    _require(0 < pid < 1 << 31, f"{pid} is no PID")
-
-
-def _require_banks(banks: tuple[int, ...]) -> None:
-    _require(set(banks) <= {0, 1}, f"banks {banks}, not 0 or 1")
-
-
-def _require_inbox(name: str) -> None:
-    _require(_INBOX.fullmatch(name) is not None, f"{name!r} is not an inbox name")
+class Message(Record):
+    """The base class of everything that is sent on its own."""
 
 
 # ---------------------------------------------------------------- handshake
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Message):
     """Worker to coordinator: the first message. `inbox` names the worker's inbox in the run's socket folder.
 
     `attempt`: that of the Introduce which this answers; 0 if nobody has asked.
     """
 
-    pid: int
-    inbox: str
-    attempt: int = 0
-
-    def __post_init__(self) -> None:
-        _require_pid(self.pid)
-        _require_inbox(self.inbox)
+    pid: Pid
+    inbox: Inbox
+    attempt: Count = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome(Message):
     """Coordinator to worker: the answer to Hello. The worker belongs to this run."""
 
@@ -81,7 +111,6 @@ class Welcome(Message):
     coordinator_pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ready(Message):
     """Worker to coordinator, after the worker has been constructed successfully."""
 
@@ -91,8 +120,7 @@ class Ready(Message):
 # ---------------------------------------------------------------- the layer table
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class Segment(Record):
     """A parameter, or a piece of one, inside a layer. `group` is the index of its parameter group, `rule` updates it.
 
     `key` stands for the parameter, and `start` is the piece's first element in it: they choose the random bits with
@@ -106,13 +134,13 @@ class Segment:
     """
 
     name: str
-    numel: int
+    numel: Positive
     dtype: str
     grads_dtype: str
-    group: int
+    group: Count
     state_dtype: str = "float32"
     key: int = 0
-    start: int = 0
+    start: Count = 0
     master_dtype: str = "float32"
     rule: str = "adamw"
     shape: tuple[int, ...] = ()
@@ -120,33 +148,29 @@ class Segment:
     lanes: int = 8
     fuses: bool = True
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         _require(self.rule in MOMENTS, f"segment {self.name!r} has the unknown rule {self.rule!r}")
-        _require(self.numel > 0, f"segment {self.name!r} has no elements")
         _require(self.dtype in GRADS_DTYPES, f"segment {self.name!r} has dtype {self.dtype!r}")
         known = self.grads_dtype in GRADS_DTYPES[self.dtype]
         _require(known, f"segment {self.name!r} cannot have {self.grads_dtype!r} gradients")
-        _require(self.group >= 0, "the index of a parameter group cannot be negative")
         _require(self.state_dtype in STATE_DTYPES, f"segment {self.name!r} cannot have {self.state_dtype!r} moments")
         fits = self.master_dtype == "float32" or self.dtype == self.master_dtype == "bfloat16"
         _require(fits, f"segment {self.name!r} cannot have {self.master_dtype!r} masters of {self.dtype} weights")
-        _require(0 <= self.key < 1 << 32 and self.start >= 0, f"segment {self.name!r} has an impossible key or start")
+        _require(0 <= self.key < 1 << 32, f"segment {self.name!r} has an impossible key")
         _require(0 < self.lanes <= 128, f"segment {self.name!r} is computed in vectors of {self.lanes} elements")
         whole = self.rule not in ON_DEVICE or (len(self.shape) == 2 and math.prod(self.shape) == self.numel)
         _require(whole, f"segment {self.name!r} of {self.numel} elements is no matrix of shape {self.shape}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class Layer(Record):
     """The unit of scheduling and moving: a stable ID, the position in the forward order, and the segments."""
 
-    lid: int
-    position: int
+    lid: Count
+    position: Count
     name: str
     segments: tuple[Segment, ...]
 
-    def __post_init__(self) -> None:
-        _require(self.lid >= 0 and self.position >= 0, "layer IDs and positions cannot be negative")
+    def _check(self) -> None:
         _require(len(self.segments) > 0, f"layer {self.lid} has no segments")
 
     @property
@@ -159,7 +183,6 @@ class Layer:
         return any(segment.rule in ON_DEVICE for segment in self.segments)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTable(Message):
     """Trainer to coordinator, which forwards it to the optimizer before the first plan: layers and the user's wishes.
 
@@ -179,51 +202,41 @@ class LayerTable(Message):
     """
 
     layers: tuple[Layer, ...]
-    inbox: str
+    inbox: Inbox
     device: str
     policy: str
     objective: str
     awaits_verdict: bool
     speculate: bool | None
-    k: float | None
+    k: Share | None
     backend: str
     gpu_bytes: int | None
     host_bytes: int | None
     continues: bool
-    threads: int | None = None
-    rank: int = 0
+    threads: Positive | None = None
+    rank: Count = 0
     world: int = 1
-    visit: float | None = 0.0
-    offload_weights: float | None = 0.0
+    visit: Share | None = 0.0
+    offload_weights: Share | None = 0.0
     blocks: tuple[tuple[int, ...], ...] = ()
-    window_bytes: int = 0
-    ring_bytes: int = 0
-    hold_bytes: int = 0
+    window_bytes: Count = 0
+    ring_bytes: Count = 0
+    hold_bytes: Count = 0
     gpu: str = ""
     in_step: bool = False
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         numbers = list(range(len(self.layers)))
         _require(len(numbers) > 0, "a layer table needs a layer")
-        _require_inbox(self.inbox)
         _require([layer.lid for layer in self.layers] == numbers, "layer IDs must be 0, 1, 2, … in the table's order")
         positions = sorted(layer.position for layer in self.layers)
         _require(positions == numbers, "positions must be a permutation of 0, 1, 2, …")
-        _require(self.k is None or 0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
-        _require(self.visit is None or 0.0 <= self.visit <= 1.0, f"visit is {self.visit}, not in [0, 1]")
-        _require(
-            self.offload_weights is None or 0.0 <= self.offload_weights <= 1.0,
-            f"offload_weights is {self.offload_weights}, not in [0, 1]",
-        )
         in_blocks = [lid for block in self.blocks for lid in block]
         _require(all(self.blocks) and len(set(in_blocks)) == len(in_blocks), "a layer is in one block, if any")
         _require(set(in_blocks) <= set(numbers), "blocks are of layers in the table")
-        sizes = self.window_bytes, self.ring_bytes, self.hold_bytes
-        _require(min(sizes) >= 0, "sizes are not negative")
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
-        _require(self.threads is None or self.threads >= 1, f"{self.threads} threads")
         _require(self.awaits_verdict or self.speculate is False, "speculating needs a verdict to come")
-        _require(0 <= self.rank < self.world, f"rank {self.rank} of {self.world}")
+        _require(self.rank < self.world, f"rank {self.rank} of {self.world}")
 
     @property
     def banks(self) -> int:
@@ -231,7 +244,6 @@ class LayerTable(Message):
         return 1 if self.speculate is False else 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration(Message):
     """Trainer or optimizer to coordinator, before the first step: seconds per parameter.
 
@@ -239,49 +251,38 @@ class Calibration(Message):
     CPU and on the GPU. None if the sender cannot know.
     """
 
-    d2h_s: float | None = None
-    h2d_s: float | None = None
-    cpu_update_s: float | None = None
-    gpu_update_s: float | None = None
-
-    def __post_init__(self) -> None:
-        given = (self.d2h_s, self.h2d_s, self.cpu_update_s, self.gpu_update_s)
-        _require(all(value is None or 0.0 < value < 1.0 for value in given), "seconds per parameter are in (0, 1)")
+    d2h_s: Rate | None = None
+    h2d_s: Rate | None = None
+    cpu_update_s: Rate | None = None
+    gpu_update_s: Rate | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PositionsLearned(Message):
     """Trainer to optimizer and coordinator: the observed forward order, as `positions[lid]`."""
 
     positions: tuple[int, ...]
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         _require(sorted(self.positions) == list(range(len(self.positions))), "positions must be a permutation")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanesReady(Message):
     """Optimizer to trainer, with the descriptor of a layer's arena (SCM_RIGHTS). The memory is touched and zeroed."""
 
-    lid: int
-    nbytes: int
-
-    def __post_init__(self) -> None:
-        _require(self.lid >= 0 and self.nbytes > 0, "an arena needs a layer ID and a size")
+    lid: Count
+    nbytes: Positive
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanesRefused(Message):
     """Optimizer to trainer, in place of `PlanesReady`: there is no memory or no descriptor for a layer's arena."""
 
-    lid: int
+    lid: Count
     reason: str
 
 
 # ---------------------------------------------------------------- a step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepBegin(Message):
     """Trainer to optimizer, before the step's first GradReady.
 
@@ -290,17 +291,15 @@ class StepBegin(Message):
     `awaits_verdict`: a Verdict will scale the gradients or skip the step. No WeightsReady may be sent before it.
     """
 
-    step: int
+    step: Count
     groups: tuple[Hyper, ...]
     awaits_verdict: bool
     float_mode: int = 0
 
-    def __post_init__(self) -> None:
-        _require(self.step >= 0, "steps are counted from 0")
+    def _check(self) -> None:
         _require(0 <= self.float_mode < FLOAT_MODES, f"{self.float_mode} is no float mode")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GradReady(Message):
     """Trainer to optimizer: the whole gradient of layer `lid` is in its `grads` plane.
 
@@ -308,71 +307,57 @@ class GradReady(Message):
     `exceeds`: a hint. The gradients so far already show that the step will be scaled or skipped.
     """
 
-    step: int
-    lid: int
-    counts: tuple[int, ...]
+    step: Count
+    lid: Count
+    counts: tuple[Count, ...]
     exceeds: bool = False
 
-    def __post_init__(self) -> None:
-        _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs cannot be negative")
-        _require(any(self.counts) and min(self.counts) >= 0, "step counts cannot be negative or all 0")
+    def _check(self) -> None:
+        _require(any(self.counts), "no segment has a gradient")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict(Message):
     """Trainer to both, after backward: multiply the step's gradients by `scale`, or skip the step.
 
     `rounds`: as the loop has multiplied them, in their own dtype, by any number.
     """
 
-    step: int
+    step: Count
     scale: float
     skipped: bool
     rounds: bool = False
 
-    def __post_init__(self) -> None:
-        _require(self.step >= 0, "steps are counted from 0")
+    def _check(self) -> None:
         possible = self.rounds or not (self.scale < 0.0 or math.isinf(self.scale))
         _require(possible, f"the scale {self.scale} is negative or infinite")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsReady(Message):
     """Optimizer to trainer: layer `lid` is updated. `weights` may be copied, `grads` may be overwritten.
 
     `banks[i]` is the current bank of segment i from now on.
     """
 
-    step: int
-    lid: int
-    banks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        _require(self.step >= 0 and self.lid >= 0, "steps and layer IDs cannot be negative")
-        _require_banks(self.banks)
+    step: Count
+    lid: Count
+    banks: tuple[Bank, ...]
 
 
 # ---------------------------------------------------------------- ownership
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Message):
     """Coordinator to trainer and optimizer: the placement of each layer from step `step` on, and why."""
 
-    plan_id: int
-    step: int
+    plan_id: Count
+    step: Count
     places: Places
-    k: float
+    k: Share
     policy: str
     reason: str
     predicted_step_s: float | None
 
-    def __post_init__(self) -> None:
-        _require(self.plan_id >= 0 and self.step >= 0, "plans and steps are numbered from 0")
-        _require(0.0 <= self.k <= 1.0, f"k is {self.k}, not in [0, 1]")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAck(Message):
     """Trainer or optimizer to coordinator: accepts the plan, or refuses it with a reason."""
 
@@ -381,14 +366,12 @@ class PlanAck(Message):
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reassign(Message):
     """Coordinator to trainer, once both have accepted: the plan takes effect at its step."""
 
     plan_id: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanApplied(Message):
     """Trainer to both: the placements in effect from step `step` on, which is the plan's step or a later one.
 
@@ -403,21 +386,18 @@ class PlanApplied(Message):
     handover_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatePlanes(Message):
     """Trainer to optimizer: create a layer's planes. The answer is PlanesReady, or PlanesRefused."""
 
     lid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasePlanes(Message):
     """Trainer to optimizer: planes that it asked for, and may have, will not be used."""
 
     lid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TakeOver(Message):
     """Trainer to optimizer: the layer's state is in its planes, and the optimizer owns it from step `step` on.
 
@@ -427,28 +407,19 @@ class TakeOver(Message):
     plan_id: int
     lid: int
     step: int
-    banks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        _require_banks(self.banks)
+    banks: tuple[Bank, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Counted(Message):
     """Trainer to optimizer, before a step begins: how many updates each segment of layer `lid` has had.
 
     Sent after TakeOver, and where the optimizer's own count is not the trainer's, since state was loaded.
     """
 
-    lid: int
-    counts: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        _require(self.lid >= 0, "layer IDs cannot be negative")
-        _require(min(self.counts, default=0) >= 0, "step counts cannot be negative")
+    lid: Count
+    counts: tuple[Count, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp(Message):
     """Trainer to optimizer: the GPU updates the layer from step `step` on.
 
@@ -463,7 +434,6 @@ class GiveUp(Message):
 # ---------------------------------------------------------------- another coordinator
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Introduce(Message):
     """Coordinator to all workers, at its start in the place of one that has died: say who you are, as to that one.
 
@@ -471,15 +441,10 @@ class Introduce(Message):
     step, Rejoin. `attempt` counts from 1: only an answer to the last one says that its connection is heard.
     """
 
-    coordinator_pid: int
-    attempt: int
-
-    def __post_init__(self) -> None:
-        _require_pid(self.coordinator_pid)
-        _require(self.attempt > 0, "attempts are counted from 1")
+    coordinator_pid: Pid
+    attempt: Positive
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Rejoin(Message):
     """Trainer to coordinator, after Introduce and between two steps: what the last coordinator knew of its layers.
 
@@ -494,22 +459,20 @@ class Rejoin(Message):
     plan: Plan
     holds: bool
     places: Places
-    step: int
-    moved: int
-    skipped: int
+    step: Count
+    moved: Count
+    skipped: Count
     draws: bool
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         placed = {len(self.places), len(self.plan.places)}
         _require(placed == {len(self.table.layers)}, "each layer has a placement, now and with the plan")
-        _require(min(self.step, self.moved, self.skipped) >= 0, "steps and moved layers are counted from 0")
 
 
 # ---------------------------------------------------------------- measurements and watching
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerTimes:
+class LayerTimes(Record):
     """The times of one layer in one step, in seconds; None if not measured."""
 
     lid: int
@@ -522,7 +485,6 @@ class LayerTimes:
     stall_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerReport(Message):
     """Trainer to coordinator, after each step.
 
@@ -574,15 +536,13 @@ class TrainerReport(Message):
     in_step: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuUpdate:
+class CpuUpdate(Record):
     """One layer's update by the optimizer process: the time of its tiles, with messages handled between them."""
 
     lid: int
     update_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerReport(Message):
     """Optimizer to coordinator, once all updates that it was sent in a step are done. `threads` made them."""
 
@@ -592,56 +552,39 @@ class OptimizerReport(Message):
     updates: tuple[CpuUpdate, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SetThreads(Message):
     """Coordinator to optimizer: update with this number of threads from the next tile on."""
 
-    threads: int
-
-    def __post_init__(self) -> None:
-        _require(self.threads > 0, "an update needs at least one thread")
+    threads: Positive
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SetMode(Message):
     """Coordinator to optimizer: from the next StepBegin on, update ahead of the verdict, or wait for it."""
 
     speculate: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceNext(Message):
     """Coordinator to trainer: draw the timeline of so many steps, from the next one on. 0 ends it now."""
 
-    steps: int
-
-    def __post_init__(self) -> None:
-        _require(0 <= self.steps <= MAX_TRACED_STEPS, f"{self.steps} steps are not in 0 to {MAX_TRACED_STEPS}")
+    steps: Traceable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSteps(Message):
     """Trainer to optimizer, before the StepBegin of step `first`: draw these steps, `steps` of them. 0 ends it now."""
 
-    first: int
-    steps: int
-
-    def __post_init__(self) -> None:
-        _require(self.first >= 0, "steps are counted from 0")
-        _require(0 <= self.steps <= MAX_TRACED_STEPS, f"{self.steps} steps are not in 0 to {MAX_TRACED_STEPS}")
+    first: Count
+    steps: Traceable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Traced(Message):
     """Trainer or optimizer to coordinator: its part of the timeline is in the run's folder."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint(Message):
     """Coordinator to trainer: the loop is asked to save a checkpoint after one of the next steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Log(Message):
     """Trainer to coordinator: the loop's own numbers (loss, tokens/s, …) for the record of step number `step`.
 
@@ -654,8 +597,7 @@ class Log(Message):
     ahead: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankStatus:
+class RankStatus(Record):
     """One rank of a job with `world` of them. `record`: its newest one, as JSON text. `cores`: those of its optimizer.
 
     `gather_s` is the mean time of its all-gathers in a step, over the last steps; None if it has none.
@@ -669,14 +611,12 @@ class RankStatus:
     gather_s: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus(Message):
     """Rank 0 of a job on several machines to its coordinator: the ranks on the other machines."""
 
     ranks: tuple[RankStatus, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ping(Message):
     """Coordinator to trainer and optimizer, once a second during training: answer on this connection.
 
@@ -688,7 +628,6 @@ class Ping(Message):
     status: RankStatus | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pong(Message):
     """Trainer or optimizer to coordinator: the answer to Ping. `waits_for`: what training waits for; may be empty.
 
@@ -700,13 +639,11 @@ class Pong(Message):
     writing_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRequest(Message):
     """Monitor to coordinator: send the newest status."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
+class Process(Record):
     """One process of the run, as shown to users. `silent_s`: for how long it has not answered; 0 while it does.
 
     `writing`, `writing_s`: as in its last Pong.
@@ -720,7 +657,6 @@ class Process:
     writing_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Status(Message):
     """Coordinator to monitors: the newest record of metrics.jsonl as JSON text, the layers and the processes.
 
@@ -748,7 +684,6 @@ class Status(Message):
     no_timeline: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Command(Message):
     """Monitor to coordinator: one of the commands that docs/monitoring.md lists."""
 
@@ -756,7 +691,6 @@ class Command(Message):
     value: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CommandReply(Message):
     """Coordinator to monitor: whether the command was accepted, and a sentence for the user."""
 
@@ -767,7 +701,6 @@ class CommandReply(Message):
 # ---------------------------------------------------------------- the end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure(Message):
     """Worker to the others, before it exits: what went wrong, in which step and layer, and the traceback."""
 
@@ -777,11 +710,9 @@ class Failure(Message):
     traceback: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded(Message):
     """Optimizer to coordinator: the trainer said Goodbye, and the memory of its layers is freed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Goodbye(Message):
     """The sender leaves the run in order."""

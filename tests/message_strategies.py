@@ -100,7 +100,7 @@ def _values(hint: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(instances, HYPERS.values()))
     if origin is tuple:
         return st.lists(_values(arguments[0]), max_size=4).map(tuple)
-    if origin is types.UnionType:
+    if origin in (types.UnionType, typing.Union):
         return st.none() | _values(next(argument for argument in arguments if argument is not types.NoneType))
     if origin is dict:
         return st.dictionaries(TEXT, _values(arguments[1]), max_size=4)
