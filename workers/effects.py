@@ -7,14 +7,16 @@ Amend     numbers that belong to a line which was written
 Publish   a status to monitors
 Note      a line to the coordinator's log
 Abort     end this worker, which does not answer
-Keep      the commands given to the trainer of this rank, for a coordinator that takes this one's place
+Keep      what commands to the trainer of this rank have come to, for a coordinator that takes this one's place
 BeginTrace   forget the timeline that was drawn before, and draw
 EndTrace     draw no more, and write trace.json
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from protocol import messages as m
 from protocol.address import Address
@@ -63,7 +65,7 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Keep:
     rank: int
-    commands: tuple[tuple[str, str], ...]
+    wishes: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -34,7 +34,6 @@ from protocol.address import COORDINATOR, Address
 from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading, Publisher
 from protocol.quiet import rate_limited
 from workers.coordinate.coordinator_state import CoordinatorState
-from workers.coordinate.fleet import Commands
 from workers.coordinate.gauges import Gauges
 from workers.coordinate.handshake import HandshakeError
 from workers.coordinate.heartbeats import BEAT_S
@@ -47,8 +46,8 @@ from workers.worker import begin_worker, read_token, say_ready, worker_parser
 #: optimizer, whose last report comes after the weights that the trainer waited for.
 LAST_WORDS_S: Final = 1.0
 LAST_REPORT_S: Final = 0.05
-#: In the socket folder: what monitors have ordered, by rank.
-COMMANDS_FILE: Final = "commands.json"
+#: In the socket folder, for each rank: what the commands of monitors have come to.
+WISHES: Final = "wishes-{}.json"
 
 _log, _dropped = logging.getLogger("coordinator"), rate_limited("coordinator.dropped")
 
@@ -61,7 +60,7 @@ def main() -> int:
     parser.add_argument("--hang-timeout-s", type=float, required=True)
     parser.add_argument("--again", action="store_true", help="take the place of a coordinator that has died")
     arguments = begin_worker(parser)
-    kept = read_kept(arguments.socket_dir) if arguments.again else None
+    kept = read_kept(Path(arguments.socket_dir)) if arguments.again else None
     state = CoordinatorState(
         run_name=arguments.run_name,
         run_dir=arguments.run_dir,
@@ -79,7 +78,7 @@ def main() -> int:
         Network(arguments.socket_dir, token=token, address=COORDINATOR) as network,
     ):
         trace = TraceWriter(arguments.run_dir, COORDINATOR, EVERY_STEP if arguments.trace else NO_STEP)
-        coordinator = Coordinator(network, state, metrics, trace, life_fd=arguments.life_fd, kept=kept)
+        coordinator = Coordinator(network, state, metrics, trace, life_fd=arguments.life_fd)
         say_ready(arguments.ready_fd, "coordinating")
         if arguments.again:
             coordinator.ask_all()
@@ -88,16 +87,15 @@ def main() -> int:
     return status
 
 
-def read_kept(socket_dir: str) -> dict[int, Commands]:
-    """The commands that a coordinator of this run has kept, by rank."""
-    try:
-        kept = json.loads((Path(socket_dir) / COMMANDS_FILE).read_text())
-        return {int(rank): tuple((str(name), str(value)) for name, value in given) for rank, given in kept.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        _log.warning("the commands that were given are lost: %s", error)
-        return {}
+def read_kept(folder: Path) -> dict[int, dict[str, Any]]:
+    """What a coordinator of this run has kept, by rank."""
+    found = {}
+    for path in folder.glob(WISHES.format("*")):
+        try:
+            found[int(path.stem.partition("-")[2])] = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            _log.warning("commands that were given are lost: %s", error)
+    return {rank: wishes for rank, wishes in found.items() if wishes is not None}
 
 
 class Metrics:
@@ -159,7 +157,6 @@ class Coordinator:
         trace: TraceWriter,
         *,
         life_fd: int,
-        kept: dict[int, Commands] | None,
     ) -> None:
         self._network, self._state, self._metrics, self._trace = network, state, metrics, trace
         self._inbox = network.inbox()
@@ -167,7 +164,6 @@ class Coordinator:
         self._publisher = Publisher(network)
         self._gauges = Gauges()
         self._writing_trace = Lock()
-        self._kept = kept or {}
         self._asked = dict[str, Address]()  # to introduce themselves, by the names of their inboxes
         self._attempts = self._beats = 0
         self._outboxes: dict[str, tuple[Address, Outbox]] = {}  # by the names of the inboxes
@@ -324,9 +320,8 @@ class Coordinator:
                 _log.info("%s", text)
             case Abort(worker, pid):
                 self._abort(worker, pid)
-            case Keep(rank, commands):
-                self._kept[rank] = commands
-                self._keep()
+            case Keep(rank, wishes):
+                self._keep(rank, wishes)
             case BeginTrace():
                 self._state.no_timeline = ""
                 clear(self._metrics.folder)
@@ -344,10 +339,10 @@ class Coordinator:
             self._state.no_timeline = str(error)
             _log.warning("no timeline: %s", error)
 
-    def _keep(self) -> None:
-        path = Path(self._network.socket_dir) / COMMANDS_FILE
+    def _keep(self, rank: int, wishes: Mapping[str, Any] | None) -> None:
+        path = Path(self._network.socket_dir) / WISHES.format(rank)
         try:
-            path.with_suffix(".tmp").write_text(json.dumps(self._kept))
+            path.with_suffix(".tmp").write_text(json.dumps(wishes))
             path.with_suffix(".tmp").replace(path)
         except OSError as error:
             _log.warning("another coordinator would not know the commands that were given: %s", error)

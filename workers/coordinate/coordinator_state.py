@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.placement import Places
-from workers.coordinate.fleet import Commands, Fleet, TrainerSeat
+from workers.coordinate.fleet import Fleet, TrainerSeat
 from workers.coordinate.handshake import RunHandshake
 from workers.coordinate.heartbeats import Heartbeats
 from workers.coordinate.records import shown
@@ -42,7 +42,7 @@ class CoordinatorState:
         replan_every: int,
         ranks: int,
         hang_timeout_s: float = math.inf,
-        kept: Mapping[int, Commands] | None = None,
+        kept: Mapping[int, Mapping[str, Any]] | None = None,
         traces: bool = False,
     ) -> None:
         """`kept`: for a coordinator that takes another's place, what that one has kept. `traces`: the whole run."""
@@ -54,8 +54,8 @@ class CoordinatorState:
         self.no_timeline = ""  # why the newest one could not be written
         self._ranks_here, self._elsewhere = ranks, tuple[m.RankStatus, ...]()
         self._takes_over = kept is not None
-        for rank, commands in (kept or {}).items():
-            self.fleet.seat(rank).commands = commands
+        for rank, wishes in (kept or {}).items():
+            self.fleet.seat(rank).wishes = wishes
 
     def admits(self, message: m.Message, sender: Address, connection: str) -> bool:
         """Whether `sender` may send this over `connection`: a worker only over the one that it has joined with."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from protocol import messages as m
 from protocol.address import Address
@@ -23,10 +23,6 @@ from workers.planning import WARM_UP_STEPS, Planning
 GATHER_STEPS: Final = 16
 #: A report that has waited so long for the coordinator is late.
 LATE_S: Final = 1.0
-#: What one of these commands means may depend on the others before.
-ENTANGLED: Final = ("k", "policy")
-#: Names and values, in the order in which they were given.
-Commands = tuple[tuple[str, str], ...]
 
 
 class TrainerSeat:
@@ -37,7 +33,7 @@ class TrainerSeat:
         self.planning: Planning | None = None
         self.records = Records()
         self.waiting: m.Hello | None = None
-        self.commands: Commands = ()  # that were given to it
+        self.wishes: Mapping[str, Any] | None = None  # what it is to do by commands that were given to it
         self.saves: bool | None = None  # whether its loop saves checkpoints on command; None before its first step
         self.gauges: Mapping[str, float] = {}  # of its GPU and host, as last read
         self._replan_every = replan_every
@@ -49,19 +45,15 @@ class TrainerSeat:
     def handle(self, message: m.Message, sender: Address, now_s: float) -> list[Command]:
         """Handle a message of this rank's trainer or optimizer. `now_s` is monotonic."""
         if isinstance(message, m.LayerTable):
-            self.planning = Planning(message, self.trainer.rank, replan_every=self._replan_every)
+            kept = [] if message.continues else self._keep(None)
+            planning = self._plan(message)
             self._gathers_s.clear()
-            self._farewells.clear()
             self.saves = None
-            if not message.continues:
-                return [*self._keep(()), *self.planning.begin()]
-            if self._before is not None:
-                self.planning.continue_from(self._before)
-            else:  # the last coordinator knew it
-                self._command_again()
-            return self.planning.begin()
+            if message.continues and self._before is not None:
+                planning.mode.continue_from(self._before.mode)
+            return [*kept, *planning.begin()]
         if isinstance(message, m.Rejoin):
-            return self._rejoin(message)
+            return self._rejoin(message) if self.planning is None else []  # it may come twice
         if self.planning is None and isinstance(message, m.Calibration):
             self._calibration = message  # of an optimizer that is back before its trainer
             return []
@@ -72,31 +64,31 @@ class TrainerSeat:
             commands = [known for known in commands if not (isinstance(known, Send) and known.to == self.trainer)]
         return commands
 
-    def _rejoin(self, message: m.Rejoin) -> list[Command]:
-        """The trainer that the last coordinator knew, with the commands that were given to it. It may come twice."""
-        if self.planning is not None:
-            return []
+    def _plan(self, table: m.LayerTable) -> Planning:
+        """The planning of a trainer that takes the seat, or begins anew with other layers."""
         self._farewells.clear()
-        planning = self.planning = Planning(message.table, self.trainer.rank, replan_every=self._replan_every)
-        planning.rejoin(message)
+        self.planning = Planning(table, self.trainer.rank, replan_every=self._replan_every)
+        if self.wishes is not None:
+            self.planning.wishes.take(self.wishes)
+        return self.planning
+
+    def _rejoin(self, message: m.Rejoin) -> list[Command]:
+        """The trainer that the last coordinator knew."""
+        planning = self._plan(message.table)
+        told = planning.rejoin(message)
         if self._calibration is not None:
             planning.on_calibration(Address("optimizer", self.trainer.rank), self._calibration)
-        return [Note(f"{self.trainer} is back after {message.step} steps"), *self._command_again()]
-
-    def _command_again(self) -> list[Command]:
-        assert self.planning is not None, "the seat is taken"
-        return [told for name, value in self.commands for told in self.planning.command(name, value)[1]]
+        return [Note(f"{self.trainer} is back after {message.step} steps"), *told]
 
     def command(self, name: str, value: str) -> tuple[m.CommandReply, list[Command]]:
         """Give the trainer's planning a command."""
         assert self.planning is not None, "the seat is taken"
         reply, commands = self.planning.command(name, value)
-        before = tuple(known for known in self.commands if known[0] != name or name in ENTANGLED)
-        return reply, [*commands, *self._keep((*before, (name, value)))] if reply.ok else commands
+        return reply, [*commands, *self._keep(self.planning.wishes.kept)] if reply.ok else commands
 
-    def _keep(self, commands: Commands) -> list[Command]:
-        changed, self.commands = commands != self.commands, commands
-        return [Keep(self.trainer.rank, commands)] if changed else []
+    def _keep(self, wishes: Mapping[str, Any] | None) -> list[Command]:
+        changed, self.wishes = wishes != self.wishes, wishes
+        return [Keep(self.trainer.rank, wishes)] if changed else []
 
     def _on_run(self, planning: Planning, message: m.Message, sender: Address, now_s: float) -> list[Command]:
         match message:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from protocol import messages as m
 
@@ -19,9 +19,13 @@ class Wishes:
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
         self.threads: int | None = None
 
-    def continue_from(self, before: Wishes) -> None:
-        self.policy, self.k, self.objective = before.policy, before.k, before.objective
-        self.threads = before.threads
+    @property
+    def kept(self) -> dict[str, Any]:
+        """All of them, for `take`: by another coordinator, or for layers with which the same training goes on."""
+        return {"policy": self.policy, "k": self.k, "objective": self.objective, "threads": self.threads}
+
+    def take(self, kept: Mapping[str, Any]) -> None:
+        self.policy, self.k, self.objective, self.threads = (kept[name] for name in self.kept)
 
     @property
     def shares(self) -> tuple[float | None, float | None]:

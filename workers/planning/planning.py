@@ -95,12 +95,7 @@ class Planning:
 
     # ------------------------------------------------------------ before the first step
 
-    def continue_from(self, before: Planning) -> None:
-        """Continue the same training with other layers: keep its commands and its share of clipped steps."""
-        self.wishes.continue_from(before.wishes)
-        self.mode.continue_from(before.mode)
-
-    def rejoin(self, message: m.Rejoin) -> None:
+    def rejoin(self, message: m.Rejoin) -> list[Command]:
         """Go on with a trainer that has trained before, under a coordinator that has died."""
         self._ledger = PlanLedger.after(message.plan, message.places, holds=message.holds)
         self._plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
@@ -110,6 +105,7 @@ class Planning:
         self._measured.rejoin(message.step)
         self.mode.is_told = False
         self.on_calibration(self._trainer, message.calibration)
+        return self._change_threads(self.wishes.threads) if self.wishes.threads else []
 
     def begin(self) -> list[Command]:
         """Forward the table to the optimizer, which needs it before the first plan."""
