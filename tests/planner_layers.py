@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from hytrain.planner import LayerFacts, LayerProfile, MeasurementBook, Profile
+from hytrain.planner.book import MeasurementBook
+from hytrain.planner.profile import LayerFacts, LayerProfile, Profile
 
 NONE: frozenset[int] = frozenset()
 USUAL = {"forward_s": 1.0, "backward_s": 2.0, "d2h_s": 0.0, "h2d_s": 0.0, "cpu_update_s": 3.0, "gpu_update_s": 0.5}

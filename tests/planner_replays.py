@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 
 from planner_layers import around, with_cpu
 
-from hytrain.planner import Profile, simulate
-from hytrain.planner.profile import LayerProfile
+from hytrain.planner.profile import LayerProfile, Profile
+from hytrain.planner.simulate import simulate
 from protocol import messages as m
 from protocol.address import Address
 from workers.effects import Command, Send
-from workers.planning import Planning
 from workers.planning.facts import facts, sizes_of
+from workers.planning.planning import Planning
 
 BLOCKS = 12
 NOISE = 0.04

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from hytrain.planner import ENOUGH_STEPS, Limits, Profile
 from hytrain.planner.book import THREADS_EXPONENT
+from hytrain.planner.contention import ENOUGH_STEPS
+from hytrain.planner.profile import Limits, Profile
 from hytrain.run.ownership import OwnershipError
 from protocol import messages as m
 from protocol.address import Address
@@ -26,9 +27,9 @@ from workers.coordinate.heartbeats import Heartbeats
 from workers.coordinate.records import LOG_PATIENCE_STEPS
 from workers.coordinate.tracing import Tracing
 from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
-from workers.planning import BESIDE_TRAINING, WARM_UP_STEPS, Planning
+from workers.planning.measured import WARM_UP_STEPS
 from workers.planning.plane_bytes import PlaneBytes
-from workers.planning.planning import _Wanted
+from workers.planning.planning import BESIDE_TRAINING, Planning, _Wanted
 from workers.planning.room import MARGIN_TO_OTHERS
 from workers.watch import status_text as view
 

@@ -12,7 +12,7 @@ import pytest
 
 from protocol.handles import EXACT, Precision
 from workers.exits import EXIT_USAGE
-from workers.planning import BESIDE_TRAINING
+from workers.planning.planning import BESIDE_TRAINING
 from workers.watch import doctor
 from workers.watch.doctor import Gpu, Machine, advise, render
 from workers.watch.forecast import SHAPES, Rates, Shape, forecast, most_parameters

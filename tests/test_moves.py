@@ -8,7 +8,8 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain.planner import LayerFacts, first_part
+from hytrain.planner.moves import first_part
+from hytrain.planner.profile import LayerFacts
 from protocol.placement import CPU, GPU, PLACEMENTS, VISIT, Places
 
 LAYERS, IN_A_BLOCK = 6, 2

@@ -13,17 +13,10 @@ from planner_layers import NONE, made, with_cpu
 
 import hytrain.planner.contention as contention
 import hytrain.planner.policies as policies
-from hytrain.planner import (
-    Decision,
-    Infeasible,
-    LayerProfile,
-    Limits,
-    Profile,
-    balance_k,
-    decide,
-    prefix_for,
-    simulate,
-)
+from hytrain.planner.ladder import Infeasible, balance_k, prefix_for
+from hytrain.planner.policies import Decision, decide
+from hytrain.planner.profile import LayerProfile, Limits, Profile
+from hytrain.planner.simulate import simulate
 from protocol.messages import OBJECTIVES
 from protocol.placement import Places
 from workers.planning.mode import ahead, gain

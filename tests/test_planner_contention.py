@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from planner_layers import NONE, facts, made, profile_of
 
-from hytrain.planner import MeasurementBook, Profile, simulate
+from hytrain.planner.book import MeasurementBook
 from hytrain.planner.contention import (
     CPU_LOSS,
     ENOUGH_STEPS,
@@ -26,6 +26,8 @@ from hytrain.planner.contention import (
     VisitsCost,
     beside,
 )
+from hytrain.planner.profile import Profile
+from hytrain.planner.simulate import simulate
 from protocol.placement import Places
 
 SOME, ALL = frozenset({0}), frozenset({0, 1})

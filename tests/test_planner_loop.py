@@ -14,9 +14,12 @@ import pytest
 from planner_layers import around, facts, profile_of, with_cpu
 from variants import slow
 
-from hytrain.planner import Crowding, Decision, Limits, MeasurementBook, Profile, decide, simulate
-from hytrain.planner.contention import REMEMBERED_STEPS
+from hytrain.planner.book import MeasurementBook
+from hytrain.planner.contention import REMEMBERED_STEPS, Crowding
 from hytrain.planner.deadline import aim
+from hytrain.planner.policies import Decision, decide
+from hytrain.planner.profile import Limits, Profile
+from hytrain.planner.simulate import simulate
 
 LAYERS = 28
 LATENCY_STEPS = 2

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planner_layers import NONE, facts, made
 
-from hytrain.planner import Infeasible, LayerFacts, Limits, Profile, decide, first_lids
-from hytrain.planner.policies import Decision
+from hytrain.planner.ladder import Infeasible
+from hytrain.planner.policies import Decision, decide, first_lids
+from hytrain.planner.profile import LayerFacts, Limits, Profile
 from protocol.messages import OBJECTIVES
 
 

@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 from variants import slow
 
-from hytrain.planner import Crowding, LayerProfile, Profile, Timeline, simulate
+from hytrain.planner.contention import Crowding
+from hytrain.planner.profile import LayerProfile, Profile
+from hytrain.planner.simulate import Timeline, simulate
 from protocol import messages as m
 from protocol.address import Address
 from protocol.placement import CPU, GPU, VISIT, Places
 from workers.effects import Command, Send
-from workers.planning import Planning, facts, sizes_of
+from workers.planning.facts import facts, sizes_of
+from workers.planning.planning import Planning
 
 TRAINER, OPTIMIZER = Address("trainer", 0), Address("optimizer", 0)
 PIECES = 2

@@ -9,20 +9,11 @@ from dataclasses import replace
 import pytest
 from planner_layers import facts, made, profile_of
 
-from hytrain.planner import (
-    Ewma,
-    LayerProfile,
-    Limits,
-    MeasurementBook,
-    Order,
-    Profile,
-    Rates,
-    drawn_visits,
-    simulate,
-)
-from hytrain.planner.book import LEAST_SLACK
+from hytrain.planner.book import LEAST_SLACK, Ewma, MeasurementBook, Rates
 from hytrain.planner.contention import REMEMBERED_STEPS, SETTLED_STEPS
-from hytrain.planner.profile import USUAL_SLACK
+from hytrain.planner.policies import drawn_visits
+from hytrain.planner.profile import USUAL_SLACK, LayerProfile, Limits, Order, Profile
+from hytrain.planner.simulate import simulate
 
 
 def smoothed(*samples: float) -> Ewma:

@@ -11,9 +11,10 @@ import pytest
 from planner_layers import around
 from variants import every_second
 
-from hytrain.planner import Limits, Profile, decide, simulate
 from hytrain.planner.deadline import aim
-from hytrain.planner.policies import SHARES
+from hytrain.planner.policies import SHARES, decide
+from hytrain.planner.profile import Limits, Profile
+from hytrain.planner.simulate import simulate
 from workers.planning.mode import ahead
 
 CASES = range(24)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hytrain.planner import ENOUGH_STEPS, REMEMBERED_STEPS
+from hytrain.planner.contention import ENOUGH_STEPS, REMEMBERED_STEPS
 from workers.planning.tried import MOST_RESIDUAL, Tried
 
 NOW, LEFT = (0.0, 0.0), (0.5, 0.0)

@@ -17,7 +17,8 @@ from protocol import messages as m
 from protocol.address import Address
 from workers.coordinate.records import SHOWN_BYTES, Late, Line, Records, shown
 from workers.effects import Amend, Command, Keep, Note, Send, Write
-from workers.planning import WARM_UP_STEPS, Planning
+from workers.planning.measured import WARM_UP_STEPS
+from workers.planning.planning import Planning
 
 #: A rank's mean time in all-gathers is that of so many steps.
 GATHER_STEPS: Final = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hytrain.planner import LayerFacts
+from hytrain.planner.profile import LayerFacts
 from protocol import messages as m
 from protocol.handles import layout
 from protocol.placement import CPU, GPU, VISIT

@@ -14,8 +14,8 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
-from hytrain.planner import ENOUGH_STEPS, Crowding, MeasurementBook
-from hytrain.planner.book import ROLES
+from hytrain.planner.book import ROLES, MeasurementBook
+from hytrain.planner.contention import ENOUGH_STEPS, Crowding
 from protocol import messages as m
 from protocol.placement import Places
 

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from hytrain.planner import SAME_SPEED, Decision, Profile, mixed, simulate
+from hytrain.planner.ladder import SAME_SPEED
+from hytrain.planner.policies import Decision, mixed
+from hytrain.planner.profile import Profile
+from hytrain.planner.simulate import simulate
 from protocol import messages as m
 from protocol.address import Address
 from workers.effects import Command, Note, Send

@@ -12,8 +12,12 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from hytrain import planner
-from hytrain.planner import Infeasible, Profile, Shares
+from hytrain.planner.book import MeasurementBook, Rates
+from hytrain.planner.ladder import SAME_SPEED, Infeasible
+from hytrain.planner.moves import first_part
+from hytrain.planner.policies import Shares, decide, drawn_offloads, drawn_visits, first_lids
+from hytrain.planner.profile import Order, Profile
+from hytrain.planner.simulate import simulate
 from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
 from protocol.address import Address
@@ -35,7 +39,7 @@ NO_PLAN: Final = "no plan fits"
 #: 1.55. Until there are updates to measure, plans should not count on more.
 BESIDE_TRAINING: Final = 1.35
 #: On device "cpu", the trainer's own update stands in for the GPU's. It takes as long as the optimizer's.
-CPU_RATES: Final = planner.Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
+CPU_RATES: Final = Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
 
 
 class _Wanted(NamedTuple):
@@ -60,7 +64,7 @@ class Planning:
         sizes = sizes_of(table)
         self._facts = [facts(layer, table, sizes) for layer in table.layers]
         told = {"awaits_verdict": table.awaits_verdict, "in_step": table.in_step}
-        self._book = planner.MeasurementBook(self._facts, rates=rates, ranks=table.world, **told)
+        self._book = MeasurementBook(self._facts, rates=rates, ranks=table.world, **told)
         self._measured = Measured(self._book)
         self._ledger = PlanLedger(Places((CPU.name,) * len(table.layers)))
         self._plane_bytes = PlaneBytes(table, sizes)
@@ -124,7 +128,7 @@ class Planning:
             if visit is None:  # which takes no host memory for gradients
                 visit = float(sum(fact.host_bytes for fact in self._facts) > (limits.host_bytes or math.inf))
             shares = visit, 1.0 if offload is None else offload  # lean, until steps are measured
-            lids = planner.first_lids(
+            lids = first_lids(
                 self._facts,
                 limits,
                 self.wishes.k,
@@ -178,7 +182,7 @@ class Planning:
         profile = self._profile()
         if profile is None or step.places != self.places:
             return
-        usual_s = planner.simulate(profile, step.places.gpu).cpu_busy_s
+        usual_s = simulate(profile, step.places.gpu).cpu_busy_s
         pace = step.cpu_busy_s / usual_s if usual_s and step.cpu_busy_s else 1.0
         simulated_s = self._simulated_s(profile.with_cpu(pace), step.places.gpu)
         if step.duration_s and simulated_s:
@@ -209,13 +213,13 @@ class Planning:
             return self._propose(rest, self._step + 2)
         current, policy, (visit, offload) = self.places.gpu, self.wishes.policy, self.wishes.shares
         plan = partial(
-            planner.decide,
+            decide,
             policy,
             limits=self._room.limits,
             fixed_k=self.wishes.k,
             current=current,
             horizon_steps=HORIZON_STEPS,
-            min_gain=planner.SAME_SPEED,
+            min_gain=SAME_SPEED,
             objective=self.wishes.objective,
             visit=visit,
             offload=offload,
@@ -265,7 +269,7 @@ class Planning:
         gpu_lids, shares, reason, predicted_s = wanted
         now, whole = self.places, self._placed(gpu_lids, *shares, step)
         has_room = partial(self._room.is_enough_for, now)
-        places = whole if self._plan is None else planner.first_part(self._facts, now, whole, has_room)
+        places = whole if self._plan is None else first_part(self._facts, now, whole, has_room)
         self._rest = None
         if places != whole:
             if places == now:
@@ -294,13 +298,13 @@ class Planning:
     def _placed(self, gpu_lids: frozenset[int], visit: float, offload: float, step: int) -> Places:
         """The GPU owns these layers. The CPU updates the others, except for those that visit the GPU."""
         facts = [replace(fact, position=self.positions[fact.lid]) for fact in self._facts]
-        order = planner.Order(facts)
+        order = Order(facts)
         if self.wishes.policy == "random" and self.table.offload_weights is None:
-            offloaded = planner.drawn_offloads(facts, gpu_lids, step)
+            offloaded = drawn_offloads(facts, gpu_lids, step)
         else:
             offloaded = order.offloaded(gpu_lids, offload)
         if self.wishes.policy == "random":
-            visiting = planner.drawn_visits(facts, gpu_lids, step)
+            visiting = drawn_visits(facts, gpu_lids, step)
         else:
             visiting = order.visiting(gpu_lids, offloaded, visit)
         return Places.chosen(len(facts), gpu_lids, visiting, offloaded)
@@ -339,7 +343,7 @@ class Planning:
         return None if profile is None else self._simulated_s(profile, places.gpu)
 
     def _simulated_s(self, profile: Profile, gpu_lids: frozenset[int]) -> float:
-        return planner.simulate(self.mode.of(profile), gpu_lids).step_s
+        return simulate(self.mode.of(profile), gpu_lids).step_s
 
     # ------------------------------------------------------------ commands
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Final
 
-from hytrain.planner import Limits
+from hytrain.planner.profile import Limits
 from protocol import messages as m
 from protocol.placement import CPU, Placement, Places
 from protocol.sizes import GRADS, WEIGHTS, Sizes

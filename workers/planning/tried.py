@@ -10,7 +10,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
-from hytrain.planner import ENOUGH_STEPS, REMEMBERED_STEPS, Ewma, Shares
+from hytrain.planner.book import Ewma
+from hytrain.planner.contention import ENOUGH_STEPS, REMEMBERED_STEPS
+from hytrain.planner.policies import Shares
 
 #: Shares miss by so much at most.
 MOST_RESIDUAL: Final = 100.0

@@ -1,6 +1,6 @@
 """How fast a machine would train LLaMA models of several sizes, and which of them fit: the planner on made-up layers.
 
-    Rates, memory ─▶ a model's layers with their times ─▶ planner.decide() ─▶ Forecast
+    Rates, memory ─▶ a model's layers with their times ─▶ decide() ─▶ Forecast
 
 Forward and backward are as long as their matrix products, at a part of the speed of one large product; with
 checkpointing, backward computes forward again. `doctor` measures the rates and prints the forecasts.
@@ -13,14 +13,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from hytrain import planner
 from hytrain.memory.capacity import GPU_MARGIN, WAITING_SHARE
 from hytrain.memory.visits import ring_bytes
-from hytrain.planner import SAME_SPEED, Infeasible, LayerProfile, Limits, Profile
+from hytrain.planner.ladder import SAME_SPEED, Infeasible
+from hytrain.planner.policies import decide
+from hytrain.planner.profile import LayerProfile, Limits, Profile
 from hytrain.step.offload import SLOTS
 from protocol import messages as m
 from protocol.handles import DTYPE_BYTES, Precision
-from workers.planning import BESIDE_TRAINING, HORIZON_STEPS, facts, sizes_of
+from workers.planning.facts import facts, sizes_of
+from workers.planning.planning import BESIDE_TRAINING, HORIZON_STEPS
 
 #: What training reaches of the speed of one large matrix product: 0.6 to 0.8 on H100 and H200 hosts, with 3 to 10 B
 #: parameters.
@@ -125,7 +127,7 @@ def forecast(
     )
     room = int((1 - GPU_MARGIN) * gpu_bytes) - shape.step_bytes(tokens)
     try:
-        decision = planner.decide(
+        decision = decide(
             "deadline",
             replace(profile, visit=1.0, offload=1.0),
             Limits(gpu_state_bytes=max(room, 0), host_bytes=host_bytes),
