@@ -12,6 +12,7 @@ import pytest
 
 from hytrain.planner.book import THREADS_EXPONENT
 from hytrain.planner.contention import ENOUGH_STEPS
+from hytrain.planner.policies import Decision
 from hytrain.planner.profile import Limits, Profile
 from hytrain.run.ownership import OwnershipError
 from protocol import messages as m
@@ -28,9 +29,8 @@ from workers.coordinate.records import LOG_PATIENCE_STEPS
 from workers.coordinate.tracing import Tracing
 from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
 from workers.planning.measured import WARM_UP_STEPS
-from workers.planning.plane_bytes import PlaneBytes
-from workers.planning.planning import BESIDE_TRAINING, Planning, _Wanted
-from workers.planning.room import MARGIN_TO_OTHERS
+from workers.planning.planning import BESIDE_TRAINING, Planning
+from workers.planning.room import MARGIN_TO_OTHERS, Room
 from workers.watch import status_text as view
 
 LAYERS = 4
@@ -320,7 +320,7 @@ def test_gradients_get_host_memory_after_others_have_left(driver: Driver) -> Non
     assert set(first.places) == {VISIT}
     found = []
     for step in (4, 8):
-        wanted = _Wanted(frozenset({0, 1}), (0.0, 0.0), "so", 1.0)
+        wanted = Decision(gpu_lids=frozenset({0, 1}), visit=0.0, offload=0.0, reason="so", predicted_step_s=1.0)
         _, to_trainer, _ = driver.planning._propose(wanted, step)
         assert isinstance(to_trainer, Send) and isinstance(plan := to_trainer.message, m.Plan)
         driver.hold(plan)
@@ -364,7 +364,7 @@ def test_layers_stay_if_no_memory_has_room_for_one_more(driver: Driver) -> None:
     """Two layers are to change places, where GPU and host are full. It is said why nothing happens."""
     driver.start(policy="fixed", k=0.25, device="cuda", gpu_bytes=1 << 40)
     planning, whole = driver.planning, layout(TABLE.layers[0]).nbytes
-    wanted = _Wanted(frozenset({1}), (0.0, 0.0), "asked", None)
+    wanted = Decision(gpu_lids=frozenset({1}), visit=0.0, offload=0.0, reason="asked")
     planning._room.limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=3 * whole)
     [note] = planning._propose(wanted, 9)
     assert isinstance(note, Note) and "no room to move any" in note.text and planning.reason == note.text
@@ -378,7 +378,7 @@ def test_layers_that_are_beyond_their_bounds_can_leave(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.5, device="cuda", gpu_bytes=1 << 40)
     planning = driver.planning
     planning._room.limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=None)
-    _, to_trainer, _ = planning._propose(_Wanted(frozenset({0}), (0.0, 0.0), "so", None), 9)
+    _, to_trainer, _ = planning._propose(Decision(gpu_lids=frozenset({0}), visit=0.0, offload=0.0, reason="so"), 9)
     assert isinstance(to_trainer, Send) and on_gpu(to_trainer.message.places) == (0,)
 
 
@@ -416,7 +416,7 @@ def test_the_rest_of_a_plan_is_decided_anew_if_it_has_no_room_any_more(driver: D
     driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40)
     driver.handle(report(WARM_UP_STEPS))
     planning = driver.planning
-    planning._rest = _Wanted(frozenset({0, 1}), (0.0, 0.0), "the rest", None)
+    planning._rest = Decision(gpu_lids=frozenset({0, 1}), visit=0.0, offload=0.0, reason="the rest")
     usable = 10 * SEGMENT.numel
     needed = {"gpu_usable_bytes": usable, "gpu_needed_bytes": 0}
     for step in range(WARM_UP_STEPS + 1, WARM_UP_STEPS + 6):
@@ -945,7 +945,8 @@ def test_planes_are_those_of_the_rule() -> None:
     ]
     layers = tuple(m.Layer(lid=0, position=0, name="0", segments=(segment,)) for segment in segments)
     sizes = [Sizes([layer], banks=1, waits=False) for layer in layers]
-    found = [PlaneBytes(table(), each).of(Places.of([CPU]))[0] for each in sizes]
+    rooms = [Room(table(layers=(layer,)), each) for layer, each in zip(layers, sizes, strict=True)]
+    found = [room.by_plane(Places.of([CPU]))[0] for room in rooms]
     always = {"grads": 2 * numel, "weights": 2 * numel, "remainder": 2 * numel}
     assert found == [always | {"exp_avg": 4 * numel}, always | {"momentum_buffer": 4 * numel}, always]
 

@@ -54,7 +54,6 @@ PURE = (
     "workers/planning/facts.py",
     "workers/planning/measured.py",
     "workers/planning/mode.py",
-    "workers/planning/plane_bytes.py",
     "workers/planning/planning.py",
     "workers/planning/room.py",
     "workers/planning/tried.py",

@@ -15,7 +15,7 @@ import hytrain.planner.contention as contention
 import hytrain.planner.policies as policies
 from hytrain.planner.ladder import Infeasible, balance_k, prefix_for
 from hytrain.planner.policies import Decision, decide
-from hytrain.planner.profile import LayerProfile, Limits, Profile
+from hytrain.planner.profile import LayerProfile, Limits, Profile, Question
 from hytrain.planner.simulate import simulate
 from protocol.messages import OBJECTIVES
 from protocol.placement import Places
@@ -39,7 +39,7 @@ def lids(*positions: int) -> frozenset[int]:
 
 def choose(policy: str, profile: Profile, limits: Limits | None = None, **changes: Any) -> Decision:
     usual: dict[str, Any] = {"fixed_k": 0.5, "current": NONE, "horizon_steps": 100, "min_gain": 0.02}
-    return decide(policy, profile, limits or Limits(), **(usual | changes))
+    return decide(Question(policy=policy, limits=limits or Limits(), **(usual | changes)), profile)
 
 
 times = st.just(0.0) | st.floats(1e-6, 10)
@@ -220,7 +220,7 @@ def test_shares_between_those_that_are_tried_first_are_found(monkeypatch: pytest
     """Where only they fit: waiting gradients bound visits from above, host memory from below."""
     tried = set()
 
-    def only_one_fits(profile: Profile, shares: tuple[float, float], *others: Any) -> tuple[float, int] | None:
+    def only_one_fits(asked: Any, profile: Profile, shares: tuple[float, float], _: Any) -> tuple[float, int] | None:
         tried.add(shares)
         return (1.0, 1) if shares == (0.3, 0.0) else None
 
@@ -442,7 +442,7 @@ def test_policies_without_limits() -> None:
     assert choose("fixed", profile, fixed_k=0.55).gpu_lids == lids(*range(6))
     assert choose("balance", profile).gpu_lids == lids(*range(4))
     decision = choose("deadline", profile, min_gain=0.0, horizon_steps=10**6)
-    assert decision.gpu_lids == lids(0, 1, 2) and decision.k == 0.3 and decision.changed
+    assert decision.gpu_lids == lids(0, 1, 2) and decision.changed
     assert decision.predicted_step_s == simulate(profile, decision.gpu_lids).step_s == 33
     assert decision.reason == "CPU finishes 4000 ms late at k=0.20; k=0.30 is the least without stalls"
 
@@ -464,7 +464,6 @@ def test_limits_always_hold(data: st.DataObject, policy: str) -> None:
         assert not any(limits.allow(profile, lids(*range(count))) for count in positions)
     else:
         assert limits.allow(profile, decision.gpu_lids)
-        assert decision.k == profile.k_of(decision.gpu_lids)
         assert decision.changed == (decision.gpu_lids != current)
         assert decision.reason and "\n" not in decision.reason
 

@@ -18,7 +18,7 @@ from hytrain.planner.book import MeasurementBook
 from hytrain.planner.contention import REMEMBERED_STEPS, Crowding
 from hytrain.planner.deadline import aim
 from hytrain.planner.policies import Decision, decide
-from hytrain.planner.profile import Limits, Profile
+from hytrain.planner.profile import Limits, Profile, Question
 from hytrain.planner.simulate import simulate
 
 LAYERS = 28
@@ -59,9 +59,7 @@ class Run:
                 self._plan(profile_of(self.book))
 
     def _plan(self, profile: Profile) -> None:
-        self.decision = decide(
-            "deadline", profile, Limits(), fixed_k=None, current=self.current, horizon_steps=200, min_gain=0.01
-        )
+        self.decision = decide(Question(policy="deadline", limits=Limits(), current=self.current), profile)
         if self.decision.changed:
             self.planned, self.due = self.decision.gpu_lids, len(self.owned) + LATENCY_STEPS - 1
 

@@ -9,7 +9,7 @@ from planner_layers import NONE, facts, made
 
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.policies import Decision, decide, first_lids
-from hytrain.planner.profile import LayerFacts, Limits, Profile
+from hytrain.planner.profile import LayerFacts, Limits, Profile, Question
 from protocol.messages import OBJECTIVES
 
 
@@ -22,8 +22,10 @@ def sized(*numels: int) -> Profile:
 def choose(
     objective: str, profile: Profile, limits: Limits, current: frozenset[int] = NONE, *, policy: str = "deadline"
 ) -> Decision:
-    how = {"fixed_k": 0.5, "horizon_steps": 10**6, "min_gain": 0.01}
-    return decide(policy, profile, limits, current=current, objective=objective, **how)
+    asked = Question(
+        policy=policy, limits=limits, current=current, objective=objective, fixed_k=0.5, horizon_steps=10**6
+    )
+    return decide(asked, profile)
 
 
 def blocks(count: int) -> list[LayerFacts]:
@@ -33,10 +35,10 @@ def blocks(count: int) -> list[LayerFacts]:
 
 def test_each_objective_without_limits() -> None:
     ten = sized(*[100] * 10)
-    assert 0 < choose("speed", ten, Limits()).k < 1
+    assert 0 < len(choose("speed", ten, Limits()).gpu_lids) < 10
     least, most = choose("gpu-memory", ten, Limits(), current=ten.lids), choose("host-memory", ten, Limits())
-    assert least.k == 0 and "host memory holds everything" in least.reason
-    assert most.k == 1 and "GPU memory holds everything" in most.reason
+    assert not least.gpu_lids and "host memory holds everything" in least.reason
+    assert most.gpu_lids == ten.lids and "GPU memory holds everything" in most.reason
     assert least.predicted_step_s > choose("speed", ten, Limits()).predicted_step_s
 
 

@@ -12,8 +12,8 @@ from planner_layers import around
 from variants import every_second
 
 from hytrain.planner.deadline import aim
-from hytrain.planner.policies import SHARES, decide
-from hytrain.planner.profile import Limits, Profile
+from hytrain.planner.policies import SHARES, Decision, decide
+from hytrain.planner.profile import Limits, Profile, Question
 from hytrain.planner.simulate import simulate
 from workers.planning.mode import ahead
 
@@ -52,6 +52,12 @@ def some_memory(profile: Profile, seed: int) -> Limits:
     return Limits(gpu_state_bytes=int(share * profile.gpu_state_bytes(profile.lids)))
 
 
+def choose(profile: Profile, limits: Limits, *, policy: str = "deadline", **wanted: float | None) -> Decision:
+    """From no layers on, at any cost of moves."""
+    asked: dict[str, Any] = {"policy": policy, "limits": limits, "current": frozenset(), **wanted}
+    return decide(Question(horizon_steps=10**9, min_gain=0.0, **asked), profile)
+
+
 def step_s(profile: Profile, gpu_lids: frozenset[int]) -> float:
     return simulate(profile, gpu_lids).step_s
 
@@ -76,11 +82,8 @@ def test_visits_are_planned_where_gpu_memory_is_short(batch: int) -> None:
     """With enough of it, state that stays there costs the GPU less time."""
     faster = 0
     for seed in CASES:
-        profile, usual = llama(seed, batch), {"fixed_k": None, "current": frozenset(), "min_gain": 0.0}
-        plans = [
-            (decide("deadline", profile, limits, visit=None, horizon_steps=10**9, **usual), limits)
-            for limits in (Limits(), some_memory(profile, seed))
-        ]
+        profile = llama(seed, batch)
+        plans = [(choose(profile, limits, visit=None), limits) for limits in (Limits(), some_memory(profile, seed))]
         assert plans[0][0].visit == 0, seed
         planned, limits = plans[1]
         assert limits.allow(replace(profile, visit=planned.visit), planned.gpu_lids), seed
@@ -95,12 +98,11 @@ def test_no_other_shares_are_clearly_faster(batch: int, seed: int) -> None:
     """Of visits and of offloaded weights together: to choose one after the other would miss those."""
     profile = offloadable(llama(seed, batch, blocks=12))
     limits = some_memory(profile, seed)
-    usual: dict[str, Any] = {"fixed_k": None, "current": frozenset(), "horizon_steps": 10**9, "min_gain": 0.0}
-    planned = decide("deadline", profile, limits, visit=None, offload=None, **usual)
+    planned = choose(profile, limits, visit=None, offload=None)
     assert limits.gpu_state_bytes is not None
     steps_s = []
     for visit, offload in product(SHARES, SHARES):
-        other = decide("deadline", profile, limits, visit=visit, offload=offload, **usual)
+        other = choose(profile, limits, visit=visit, offload=offload)
         there = replace(profile, visit=visit, offload=offload)
         if there.gpu_state_bytes(other.gpu_lids) <= limits.gpu_state_bytes:
             steps_s.append(other.predicted_step_s)
@@ -154,7 +156,7 @@ def test_the_published_policy_is_not_faster_and_needs_no_less_memory_for_that_sp
     """
     for seed in CASES:
         profile = llama(seed, batch)
-        theirs = decide("balance", profile, Limits(), fixed_k=None, current=frozenset(), horizon_steps=0, min_gain=0.0)
+        theirs = choose(profile, Limits(), policy="balance")
         ours = aim("speed", profile, Limits()).gpu_lids
         assert step_s(profile, ours) <= SAME * theirs.predicted_step_s, seed
         timeline = simulate(profile, theirs.gpu_lids)

@@ -34,8 +34,7 @@ from hytrain.planner.contention import (
     VisitsCost,
     beside,
 )
-from hytrain.planner.ladder import SAME_SPEED
-from hytrain.planner.profile import USUAL_SLACK, LayerFacts, LayerProfile, Profile
+from hytrain.planner.profile import SAME_SPEED, USUAL_SLACK, LayerFacts, LayerProfile, Profile
 from protocol.placement import Places
 
 WORK: Final = ("forward_s", "backward_s")

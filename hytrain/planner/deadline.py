@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, Steps, build_ladder, gb, search
-from hytrain.planner.profile import LayerProfile, Limits, Profile
+from hytrain.planner.ladder import Infeasible, Ladder, Steps, build_ladder, gb, search
+from hytrain.planner.profile import SAME_SPEED, LayerProfile, Limits, Profile, Question
 from hytrain.planner.simulate import simulate
 
 CLEAR_SAVING = 0.03  # of all optimizer state: the least that a move must save if it gains no speed
@@ -135,25 +135,18 @@ def _why(steps: Steps, j: int) -> str:
     return f"{before}; {k} is the least {'with next to no' if chosen.stalls_s else 'without'} stalls"
 
 
-def worth_moving(
-    objective: str,
-    profile: Profile,
-    limits: Limits,
-    current: frozenset[int],
-    target: Target,
-    horizon_steps: int,
-    min_gain: float,
-) -> Target:
+def worth_moving(asked: Question, profile: Profile, target: Target) -> Target:
     """The target if it is clearly better for the objective than the current layers; else another target, or those."""
-    if objective == "gpu-memory":
+    current = asked.current
+    if asked.objective == "gpu-memory":
         saved = profile.gpu_state_bytes(current) - profile.gpu_state_bytes(target.gpu_lids)
         return target if saved > 0 else _stay(profile, current, target, "would save nothing")
-    if objective == "host-memory":
+    if asked.objective == "host-memory":
         saved = profile.host_bytes(current) - profile.host_bytes(target.gpu_lids)
         if saved > CLEAR_SAVING * profile.host_bytes(frozenset()):
             return target
         return _stay(profile, current, target, f"would save {gb(saved)} of host memory, too little for a move")
-    return _if_it_pays(profile, limits, current, target, horizon_steps, min_gain)
+    return _if_it_pays(asked, profile, target)
 
 
 def _stay(profile: Profile, current: frozenset[int], target: Target, why: str) -> Target:
@@ -161,21 +154,20 @@ def _stay(profile: Profile, current: frozenset[int], target: Target, why: str) -
     return Target(gpu_lids=current, reason=f"k={here:.2f} stays: moving to k={there:.2f} {why}")
 
 
-def _if_it_pays(
-    profile: Profile, limits: Limits, current: frozenset[int], target: Target, horizon_steps: int, min_gain: float
-) -> Target:
+def _if_it_pays(asked: Question, profile: Profile, target: Target) -> Target:
     """The target if it is faster; else fewer layers than now if that saves memory; else the current layers."""
+    current, horizon_steps = asked.current, asked.horizon_steps
     now_s = simulate(profile, current).step_s
     gain_s, cost_s = _trade(profile, current, target)
     gives_back = profile.gpu_state_bytes(target.gpu_lids) < profile.gpu_state_bytes(current)
     lasting_s = (
         min(gain_s, _trade(profile.with_cpu(1 + profile.cpu_slack), current, target)[0]) if gives_back else gain_s
     )
-    if lasting_s > min_gain * now_s and lasting_s * horizon_steps > cost_s:
+    if lasting_s > asked.min_gain * now_s and lasting_s * horizon_steps > cost_s:
         return target
     if _saving(profile, current, target.gpu_lids):
         # Assume a slow CPU: layers returned because it is fast for a moment would move back a few steps later.
-        fewer = _fastest(profile.with_cpu(1 + profile.cpu_slack), limits)
+        fewer = _fastest(profile.with_cpu(1 + profile.cpu_slack), asked.limits)
         fewer_gain_s, fewer_cost_s = _trade(profile, current, fewer)
         saved = _saving(profile, current, fewer.gpu_lids)
         same_s = SAME_SPEED * now_s

@@ -23,10 +23,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from hytrain.errors import HyTrainError
-from hytrain.planner.profile import LayerProfile, Limits, Profile
+from hytrain.planner.profile import SAME_SPEED, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Timeline, simulate
-
-SAME_SPEED = 0.01  # step times closer than this fraction count as equal, and memory decides
 
 
 class Infeasible(HyTrainError, ValueError):

@@ -17,92 +17,56 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import inf
-from types import MappingProxyType
 from typing import Any, Final
 
 from hytrain.planner.book import ROLES
 from hytrain.planner.contention import LITTLE
 from hytrain.planner.deadline import CLEAR_SAVING, Target, aim, worth_moving
-from hytrain.planner.ladder import SAME_SPEED, Infeasible, Ladder, balance_k, build_ladder, prefix_for
-from hytrain.planner.profile import LayerFacts, LayerProfile, Limits, Profile
+from hytrain.planner.ladder import Infeasible, Ladder, balance_k, build_ladder, prefix_for
+from hytrain.planner.profile import SAME_SPEED, LayerFacts, LayerProfile, Limits, Profile, Question, Shares
 from hytrain.planner.simulate import simulate
 from protocol.messages import OBJECTIVES, POLICIES
 
 #: Of the parameters: those that are tried for visits and for offloaded weights.
 SHARES: Final = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 CLIMBS: Final = 3  # around so many of the fastest shares, others are tried
-#: Of visits, and of offloaded weights.
-Shares = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     gpu_lids: frozenset[int]
-    k: float  # of `gpu_lids`, which are whole layers
     visit: float  # the share of the parameters whose state visits the GPU, as `Order.visiting` takes it
     offload: float  # the share whose weights rest in host memory, as `Order.offloaded` takes it
     reason: str  # one sentence for people
-    predicted_step_s: float
-    changed: bool  # from `current`
+    predicted_step_s: float | None = None  # None before a step is measured
+    changed: bool = True  # from `current`
 
 
-def decide(
-    policy: str,
-    profile: Profile,
-    limits: Limits,
-    *,
-    fixed_k: float | None,
-    current: frozenset[int],
-    horizon_steps: int,
-    min_gain: float,
-    objective: str = "speed",
-    visit: float | None = 0.0,
-    offload: float | None = 0.0,
-    residuals: Mapping[Shares, float] = MappingProxyType({}),
-    steps_s: Mapping[Shares, float] = MappingProxyType({}),
-    seed: int = 0,
-) -> Decision:
-    """The layers that the GPU should own, given its current ones. The memory limits always hold.
-
-    `profile.visit` and `profile.offload` are the current shares, `visit` and `offload` the wanted ones. With None,
-    "deadline" chooses one for its objective, and keeps the current one unless another is clearly better; other policies
-    take what needs the least GPU memory. `residuals` has how long steps really were with shares that were in effect,
-    relative to the simulated ones. Others are assumed to miss as the nearest of these do. None but the
-    current ones counts as faster than simulated: that may have been with other layers on the GPU. `steps_s` has how
-    long steps were with some shares, at most: if more is simulated, that does not count.
-
-    `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
-    for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
-    the fastest step, "gpu-memory" the least that host memory allows, "host-memory" as many layers as GPU memory
-    allows.
-
-    "deadline" moves layers for speed if the predicted gain is above the fraction `min_gain` of a step and repays the
-    moves within `horizon_steps`, and for memory if the saving is clear and costs no speed. "balance" follows its
-    formula, except for changes smaller than `LITTLE`.
+def decide(asked: Question, profile: Profile) -> Decision:
+    """The layers that the GPU should own. `profile.visit` and `profile.offload` are the current shares.
 
     Raises Infeasible if nothing fits, ValueError for an unknown policy, objective or layer or a k outside [0, 1].
     """
+    policy, objective, current = asked.policy, asked.objective, asked.current
+    visit, offload = asked.visit, asked.offload
     profile.require(current)
     if objective not in OBJECTIVES:
         raise ValueError(f"unknown objective {objective!r}, choose one of {', '.join(OBJECTIVES)}")
-    if policy == "fixed" and fixed_k is None:
+    if policy == "fixed" and asked.fixed_k is None:
         raise ValueError('policy "fixed" needs a k')
     now = profile
-    leanest = 0.0 if visit is None else visit, 1.0 if offload is None else offload
-    profile = _with(profile, leanest)
+    profile = _with(profile, (0.0 if visit is None else visit, 1.0 if offload is None else offload))
     if policy == "deadline" and None in (visit, offload):
-        visits, offloads = (SHARES if share is None else (share,) for share in (visit, offload))
-        profile = _best_shares(visits, offloads, objective, now, limits, min_gain, residuals, steps_s)
-    limits = limits.beside_visits(profile)
-    target = _target(policy, profile, limits, fixed_k, current, objective, seed)
-    if target.gpu_lids != current and limits.allow(profile, current):
+        profile = _best_shares(asked, now)
+    asked = replace(asked, limits=asked.limits.beside_visits(profile))
+    target = _target(asked, profile)
+    if target.gpu_lids != current and asked.limits.allow(profile, current):
         if policy == "balance":
             target = _unless_close(profile, current, target)
         elif policy == "deadline":
-            target = worth_moving(objective, profile, limits, current, target, horizon_steps, min_gain)
+            target = worth_moving(asked, profile, target)
     return Decision(
         gpu_lids=target.gpu_lids,
-        k=profile.k_of(target.gpu_lids),
         visit=profile.visit,
         offload=profile.offload,
         reason=_shares(profile) + (target.reason if policy == "deadline" else _without(objective, target.reason)),
@@ -111,53 +75,38 @@ def decide(
     )
 
 
-def _target(
-    policy: str,
-    profile: Profile,
-    limits: Limits,
-    fixed_k: float | None,
-    current: frozenset[int],
-    objective: str,
-    seed: int,
-) -> Target:
+def _target(asked: Question, profile: Profile) -> Target:
     """What the policy would choose if moves cost nothing."""
-    if policy == "deadline":
-        return aim(objective, profile, limits)
-    ladder = build_ladder(profile, limits, profile.layers)
-    if policy == "fixed" and fixed_k is not None:
-        return _by_formula("k as given", fixed_k, profile, ladder)
-    if policy == "balance":
+    if asked.policy == "deadline":
+        return aim(asked.objective, profile, asked.limits)
+    ladder = build_ladder(profile, asked.limits, profile.layers)
+    if asked.policy == "fixed" and asked.fixed_k is not None:
+        return _by_formula("k as given", asked.fixed_k, profile, ladder)
+    if asked.policy == "balance":
         return _by_formula("(t_U - t_B) / (1 + α) t_U", balance_k(profile), profile, ladder)
-    if policy == "random":
-        return _by_chance(seed, profile, limits, ladder, current)
-    raise ValueError(f"unknown policy {policy!r}, choose one of {', '.join(POLICIES)}")
+    if asked.policy == "random":
+        return _by_chance(asked, profile, ladder)
+    raise ValueError(f"unknown policy {asked.policy!r}, choose one of {', '.join(POLICIES)}")
 
 
-def _best_shares(
-    visits: Sequence[float],
-    offloads: Sequence[float],
-    objective: str,
-    profile: Profile,
-    limits: Limits,
-    min_gain: float,
-    residuals: Mapping[Shares, float],
-    steps_s: Mapping[Shares, float],
-) -> Profile:
-    """The best of these shares of visits and of offloaded weights for the objective, each with its best layers.
+def _best_shares(asked: Question, profile: Profile) -> Profile:
+    """The best shares of visits and of offloaded weights for the objective, each with its best layers.
 
     For speed those with the least GPU memory among those within 1 % of the fastest; for memory the fastest of those
     that need the least. Every other share is tried, then what is next to the fastest, until that brings no other: to
     choose one share after the other would miss what only both together bring. Other shares cost steps in which layers
     change owners, so a clear gain or saving is needed.
     """
+    visits, offloads = (SHARES if share is None else (share,) for share in (asked.visit, asked.offload))
     now = (profile.visit if len(visits) > 1 else visits[0], profile.offload if len(offloads) > 1 else offloads[0])
+    objective = asked.objective
     tried = dict[Shares, tuple[float, int] | None]()
     every = set(product(visits, offloads))
     more = {now, *product(visits[::2], offloads[::2])}
     while more:
         for pair in more:
-            found = _tried(profile, pair, objective, limits, _miss(pair, now, residuals))
-            tried[pair] = None if found is None else (min(found[0], steps_s.get(pair, inf)), found[1])
+            found = _tried(asked, profile, pair, _miss(pair, now, asked.residuals))
+            tried[pair] = None if found is None else (min(found[0], asked.steps_s.get(pair, inf)), found[1])
         known = {pair: found for pair, found in tried.items() if found is not None}
         if not known and (more := every - tried.keys()):
             continue
@@ -175,7 +124,7 @@ def _best_shares(
         more = {pair for pairs in around for pair in pairs} - tried.keys()
     if now in known:
         (now_s, now_bytes), (best_s, best_bytes) = known[now], known[best]
-        gains = now_s - best_s > (min_gain + SAME_SPEED) * now_s
+        gains = now_s - best_s > (asked.min_gain + SAME_SPEED) * now_s
         saves = now_bytes - best_bytes > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids)
         best = best if gains or saves else now
     return _with(profile, best)
@@ -192,14 +141,12 @@ def _miss(shares: Shares, now: Shares, residuals: Mapping[Shares, float]) -> flo
     return max([least, *(residuals[pair] for pair in far if far[pair] <= nearest + 1e-9)])
 
 
-def _tried(
-    profile: Profile, shares: Shares, objective: str, limits: Limits, residual: float
-) -> tuple[float, int] | None:
+def _tried(asked: Question, profile: Profile, shares: Shares, residual: float) -> tuple[float, int] | None:
     """The step's time with these shares and their best layers, and the memory that the objective is about.
 
     None if that does not fit.
     """
-    there = _with(profile, shares)
+    there, limits, objective = _with(profile, shares), asked.limits, asked.objective
     least = there.gpu_state_bytes(frozenset()) + there.held_for_visits_bytes
     if limits.gpu_state_bytes is not None and least > limits.gpu_state_bytes:
         return None
@@ -282,20 +229,20 @@ def _by_formula(name: str, k: float, profile: Profile, ladder: Ladder) -> Target
     return Target(gpu_lids=lids, reason=f"{name} is {k:.2f}{cut}")
 
 
-def _by_chance(seed: int, profile: Profile, limits: Limits, ladder: Ladder, current: frozenset[int]) -> Target:
+def _by_chance(asked: Question, profile: Profile, ladder: Ladder) -> Target:
     """A random number of layers in random order, both drawn from the seed; drawn again if nothing changes."""
     for draw in range(16):
-        drawn = [mixed(seed, draw, layer.lid) for layer in profile.layers]
+        drawn = [mixed(asked.seed, draw, layer.lid) for layer in profile.layers]
         order = [layer for _, layer in sorted(zip(drawn, profile.layers, strict=True), key=lambda pair: pair[0])]
         try:
-            shuffled = build_ladder(profile, limits, order)
+            shuffled = build_ladder(profile, asked.limits, order)
         except Infeasible:
             shuffled = ladder
         span = len(shuffled.layers) + 1 - shuffled.lowest
-        lids = shuffled.rung(shuffled.lowest + mixed(seed, draw, -1) % span)
-        if lids != current:
+        lids = shuffled.rung(shuffled.lowest + mixed(asked.seed, draw, -1) % span)
+        if lids != asked.current:
             break
-    return Target(gpu_lids=lids, reason=f"drawn at random from seed {seed}")
+    return Target(gpu_lids=lids, reason=f"drawn at random from seed {asked.seed}")
 
 
 def mixed(*words: int) -> int:

@@ -13,6 +13,11 @@ from hytrain.planner.contention import CPU_LOSS, WORK_LOSS, Crowding
 from protocol.placement import Places
 
 _T = TypeVar("_T")
+#: Of visits, and of offloaded weights.
+Shares = tuple[float, float]
+HORIZON_STEPS: Final = 200
+#: Step times closer than this fraction count as equal, and memory decides.
+SAME_SPEED: Final = 0.01
 USUAL_SLACK: Final = 0.1  # the fraction by which the CPU is assumed to be slower at times, until that was measured
 
 
@@ -370,3 +375,38 @@ class Limits:
         fits_gpu = self.gpu_state_bytes is None or least or profile.gpu_state_bytes(gpu_lids) <= self.gpu_state_bytes
         fits_host = self.host_bytes is None or profile.host_bytes(gpu_lids) <= self.host_bytes
         return fits_gpu and fits_host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is to be decided by which policy, given the layers that the GPU owns now. The memory limits always hold.
+
+    `visit` and `offload` are the wanted shares. With None, "deadline" chooses one for its objective, and keeps the
+    current one unless another is clearly better; other policies take what needs the least GPU memory. `residuals` has
+    how long steps really were with shares that were in effect, relative to the simulated ones. Others are assumed to
+    miss as the nearest of these do. None but the current ones counts as faster than simulated: that may have been with
+    other layers on the GPU. `steps_s` has how long steps were with some shares, at most: if more is simulated, that
+    does not count.
+
+    `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
+    for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
+    the fastest step, "gpu-memory" the least that host memory allows, "host-memory" as many layers as GPU memory
+    allows.
+
+    "deadline" moves layers for speed if the predicted gain is above the fraction `min_gain` of a step and repays the
+    moves within `horizon_steps`, and for memory if the saving is clear and costs no speed. "balance" follows its
+    formula, except for small changes.
+    """
+
+    policy: str
+    limits: Limits
+    current: frozenset[int]
+    fixed_k: float | None = None
+    objective: str = "speed"
+    visit: float | None = 0.0
+    offload: float | None = 0.0
+    residuals: Mapping[Shares, float] = field(default_factory=dict)
+    steps_s: Mapping[Shares, float] = field(default_factory=dict)
+    seed: int = 0
+    horizon_steps: int = HORIZON_STEPS
+    min_gain: float = SAME_SPEED

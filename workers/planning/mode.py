@@ -8,13 +8,11 @@ is on its way to layers for which being ahead no longer pays, the mode waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from hytrain.planner.ladder import SAME_SPEED
-from hytrain.planner.policies import Decision, mixed
-from hytrain.planner.profile import Profile
+from hytrain.planner.policies import Decision, decide, mixed
+from hytrain.planner.profile import SAME_SPEED, Profile, Question
 from hytrain.planner.simulate import simulate
 from protocol import messages as m
 from protocol.address import Address
@@ -68,26 +66,24 @@ class Mode:
         self.clipped += max(WEIGHT, 1 / self._verdicts) * (is_clipped - self.clipped)
         self.skipped += verdict.skipped
 
-    def decide(
-        self, policy: str, profile: Profile, current: frozenset[int], plan: Callable[[Profile], Decision], *, seed: int
-    ) -> tuple[Decision, list[Command]]:
+    def decide(self, asked: Question, profile: Profile) -> tuple[Decision, list[Command]]:
         """What to plan in the mode that is best with it, and what tells the optimizer to change its mode."""
-        is_ahead, why = self._best(policy, profile, plan, seed)
-        decision = plan(self._in(profile, is_ahead))
-        ends = self._is_ahead and not is_ahead and policy != "random"
-        if decision.changed and ends and gain(profile, current, self.clipped) >= SAME_SPEED:
+        is_ahead, why = self._best(asked, profile)
+        decision = decide(asked, self._in(profile, is_ahead))
+        ends = self._is_ahead and not is_ahead and asked.policy != "random"
+        if decision.changed and ends and gain(profile, asked.current, self.clipped) >= SAME_SPEED:
             self._waits_from_plan = why  # with the current layers it still pays
             return decision, []
         self._waits_from_plan = None
         return decision, self._set(is_ahead, why)
 
-    def _best(self, policy: str, profile: Profile, plan: Callable[[Profile], Decision], seed: int) -> tuple[bool, str]:
+    def _best(self, asked: Question, profile: Profile) -> tuple[bool, str]:
         """Whether the CPU should update ahead of verdicts, given the layers that the GPU would then own, and why."""
         if self._table.speculate is not None:
             return self._is_ahead, "as asked"
-        if policy == "random":
-            return mixed(seed, -2) % 2 == 1, f"drawn at random from seed {seed}"
-        decision = plan(ahead(profile, self.clipped))
+        if asked.policy == "random":
+            return mixed(asked.seed, -2) % 2 == 1, f"drawn at random from seed {asked.seed}"
+        decision = decide(asked, ahead(profile, self.clipped))
         there = replace(profile, visit=decision.visit, offload=decision.offload)
         gained = gain(there, decision.gpu_lids, self.clipped)
         why = f"{self.clipped:.0%} of the steps are clipped, updating ahead saves {gained:.1%} of a step"

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from hytrain.planner.book import MeasurementBook, Rates
-from hytrain.planner.ladder import SAME_SPEED, Infeasible
+from hytrain.planner.ladder import Infeasible
 from hytrain.planner.moves import first_part
-from hytrain.planner.policies import Shares, decide, drawn_offloads, drawn_visits, first_lids
-from hytrain.planner.profile import Order, Profile
+from hytrain.planner.policies import Decision, drawn_offloads, drawn_visits, first_lids
+from hytrain.planner.profile import Order, Profile, Question
 from hytrain.planner.simulate import simulate
 from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
@@ -28,11 +28,9 @@ from workers.planning.commands import Wishes
 from workers.planning.facts import facts, sizes_of
 from workers.planning.measured import Measured, Step
 from workers.planning.mode import Mode
-from workers.planning.plane_bytes import PlaneBytes
 from workers.planning.room import Room
 from workers.planning.tried import Tried
 
-HORIZON_STEPS: Final = 200
 #: Why layers stay where they are, whatever they should do.
 NO_PLAN: Final = "no plan fits"
 #: Beside training, the CPU's updates take so many times as long as in its calibration. Measured on H200 hosts: 1.2 to
@@ -40,15 +38,6 @@ NO_PLAN: Final = "no plan fits"
 BESIDE_TRAINING: Final = 1.35
 #: On device "cpu", the trainer's own update stands in for the GPU's. It takes as long as the optimizer's.
 CPU_RATES: Final = Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu_update_s=1 / 5e8)
-
-
-class _Wanted(NamedTuple):
-    """What a plan is to bring: the layers that the GPU owns, the shares of visits and of offloaded weights."""
-
-    gpu_lids: frozenset[int]
-    shares: Shares
-    reason: str
-    predicted_step_s: float | None
 
 
 class Planning:
@@ -67,7 +56,6 @@ class Planning:
         self._book = MeasurementBook(self._facts, rates=rates, ranks=table.world, **told)
         self._measured = Measured(self._book)
         self._ledger = PlanLedger(Places((CPU.name,) * len(table.layers)))
-        self._plane_bytes = PlaneBytes(table, sizes)
         self.wishes, self.mode = Wishes(table), Mode(table, self._optimizer)
         self._room, self._tried = Room(table, sizes), Tried()
         self._shares = self._planned = (0.0, 0.0)  # those that are in effect, and those of the last plan
@@ -76,7 +64,7 @@ class Planning:
         self._step = -1
         self._planned_at: int | None = None  # None: plan as soon as possible
         self._plan: m.Plan | None = None
-        self._rest: _Wanted | None = None  # what was planned with it, and has no room before
+        self._rest: Decision | None = None  # what was planned with it, and has no room before
         self.reason = ""
         self._came: str | None = None  # the reason of a plan that has taken effect since the last record
         self.predicted_step_s: float | None = None
@@ -95,7 +83,7 @@ class Planning:
     @property
     def plane_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes by plane in host memory, and on the trainer's device."""
-        return self._plane_bytes.of(self.places)
+        return self._room.by_plane(self.places)
 
     # ------------------------------------------------------------ before the first step
 
@@ -127,20 +115,21 @@ class Planning:
             limits, (visit, offload) = self._room.limits, self.wishes.shares
             if visit is None:  # which takes no host memory for gradients
                 visit = float(sum(fact.host_bytes for fact in self._facts) > (limits.host_bytes or math.inf))
-            shares = visit, 1.0 if offload is None else offload  # lean, until steps are measured
+            offload = 1.0 if offload is None else offload  # lean, until steps are measured
             lids = first_lids(
                 self._facts,
                 limits,
                 self.wishes.k,
-                visit=shares[0],
-                offload=shares[1],
+                visit=visit,
+                offload=offload,
                 window_bytes=self.table.window_bytes,
                 for_visits_bytes=self._room.for_visits_bytes,
             )
         except Infeasible as error:
             failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
             return [Note(f"{NO_PLAN}: {error}"), Send(self._trainer, failure)]
-        return self._propose(_Wanted(lids, shares, "the first plan, before a step is measured", None), 0)
+        why = "the first plan, before a step is measured"
+        return self._propose(Decision(gpu_lids=lids, visit=visit, offload=offload, reason=why), 0)
 
     # ------------------------------------------------------------ measurements
 
@@ -168,9 +157,10 @@ class Planning:
     def _begin_updates(self, *, in_step: bool) -> None:
         """They begin in `step()` from now on, or in backward: plan for that."""
         self.table = replace(self.table, in_step=in_step)
-        sizes = self._room.sizes = sizes_of(self.table)
+        sizes = sizes_of(self.table)
+        self._room.resize(sizes)
         self._facts = [facts(layer, self.table, sizes) for layer in self.table.layers]
-        self._plane_bytes, self._planned_at = PlaneBytes(self.table, sizes), None
+        self._planned_at = None
         self._book.begin_updates(in_step=in_step, layers=self._facts)
         self._tried.forget()
 
@@ -211,15 +201,12 @@ class Planning:
         rest, self._rest = self._rest, None
         if rest is not None:
             return self._propose(rest, self._step + 2)
-        current, policy, (visit, offload) = self.places.gpu, self.wishes.policy, self.wishes.shares
-        plan = partial(
-            decide,
-            policy,
+        current, (visit, offload) = self.places.gpu, self.wishes.shares
+        asked = Question(
+            policy=self.wishes.policy,
             limits=self._room.limits,
             fixed_k=self.wishes.k,
             current=current,
-            horizon_steps=HORIZON_STEPS,
-            min_gain=SAME_SPEED,
             objective=self.wishes.objective,
             visit=visit,
             offload=offload,
@@ -228,16 +215,14 @@ class Planning:
             seed=self._step,
         )
         try:
-            decision, commands = self.mode.decide(policy, profile, current, plan, seed=self._step)
+            decision, commands = self.mode.decide(asked, profile)
         except Infeasible as error:
             return self._told(NO_PLAN, str(error))
         self.predicted_step_s = self._simulated_s(profile, current)
         if not decision.changed:
             self.reason = decision.reason
             return commands
-        shares = decision.visit, decision.offload
-        wanted = _Wanted(decision.gpu_lids, shares, decision.reason, decision.predicted_step_s)
-        return commands + self._propose(wanted, self._step + 2)
+        return commands + self._propose(decision, self._step + 2)
 
     def _told(self, what: str, why: str) -> list[Command]:
         """Layers stay, for this reason: a note, unless the last attempt had it too."""
@@ -265,9 +250,9 @@ class Planning:
             hold_bytes=self.table.hold_bytes,
         )
 
-    def _propose(self, wanted: _Wanted, step: int) -> list[Command]:
-        gpu_lids, shares, reason, predicted_s = wanted
-        now, whole = self.places, self._placed(gpu_lids, *shares, step)
+    def _propose(self, wanted: Decision, step: int) -> list[Command]:
+        reason, predicted_s, shares = wanted.reason, wanted.predicted_step_s, (wanted.visit, wanted.offload)
+        now, whole = self.places, self._placed(wanted.gpu_lids, *shares, step)
         has_room = partial(self._room.is_enough_for, now)
         places = whole if self._plan is None else first_part(self._facts, now, whole, has_room)
         self._rest = None

@@ -9,13 +9,16 @@ on the GPU than now; or of state on its way there, which is counted by now, once
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Final
 
 from hytrain.planner.profile import Limits
 from protocol import messages as m
+from protocol.handles import PLANES
 from protocol.placement import CPU, Placement, Places
 from protocol.sizes import GRADS, WEIGHTS, Sizes
 
@@ -34,7 +37,8 @@ class Room:
     """The memory of one trainer's placements. `limits`: for state, and on the GPU for weights that can be offloaded."""
 
     def __init__(self, table: m.LayerTable, sizes: Sizes) -> None:
-        self._table, self.sizes = table, sizes
+        self._table = table
+        self.resize(sizes)
         self._offloadable = frozenset(lid for block in table.blocks for lid in block)
         self.limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
         self._process_bytes = 0 if table.device == "cpu" else PROCESS_BYTES
@@ -46,6 +50,10 @@ class Room:
         self._same_steps = WHOLE_STEPS
         self._has_ring = False  # for visits, on the GPU
         self._waited_bytes = 0  # gradients that waited for visits in a step that needed no more than `_for_steps_bytes`
+
+    def resize(self, sizes: Sizes) -> None:
+        """From now on, layers take this much."""
+        self.sizes, self.by_plane = sizes, lru_cache(maxsize=1)(self._by_plane)
 
     @property
     def is_known(self) -> bool:
@@ -137,12 +145,26 @@ class Room:
         return self._most(self.sizes.host, places)
 
     def _most(self, planes_of: Callable[[int, Placement], Mapping[str, int]], places: Sequence[Places]) -> int:
-        """Each layer's planes in whichever of its placements they are there."""
-        found = 0
+        return self._planes(planes_of, *places).total()
+
+    def _planes(self, planes_of: Callable[[int, Placement], Mapping[str, int]], *places: Places) -> Counter[str]:
+        """Bytes by plane: each layer's in whichever of its placements they are there."""
+        found = Counter[str]()
         for layer, *placements in zip(self._table.layers, *places, strict=True):
-            planes = [planes_of(layer.lid, placement) for placement in {*placements}]
-            found += sum(max(each.get(plane, 0) for each in planes) for plane in {*chain(*planes)})
+            found.update(reduce(or_, (Counter(planes_of(layer.lid, placement)) for placement in {*placements})))
         return found
+
+    def _by_plane(self, places: Places) -> tuple[dict[str, int], dict[str, int]]:
+        """For those who watch: bytes by plane in host memory, and on the device; planes of no bytes are left out.
+
+        Activations, gradients under way and the libraries are in none.
+        """
+        host, device = self._planes(self.sizes.host, places), self._planes(self.sizes.gpu, places)
+        device["window"] = self._table.window_bytes if places.offloaded else 0  # through which offloaded weights come
+        device["ring"] = self._table.ring_bytes if places.visiting else 0  # through which state visits
+        names = (*PLANES, "window", "ring")
+        of_host, of_device = ({name: found[name] for name in names if found[name]} for found in (host, device))
+        return of_host, of_device
 
     def predicted(self, report: m.TrainerReport) -> dict[str, int | None]:
         """What steps like this one take at most, as its record has it.

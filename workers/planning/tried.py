@@ -12,7 +12,7 @@ from typing import Final
 
 from hytrain.planner.book import Ewma
 from hytrain.planner.contention import ENOUGH_STEPS, REMEMBERED_STEPS
-from hytrain.planner.policies import Shares
+from hytrain.planner.profile import Shares
 
 #: Shares miss by so much at most.
 MOST_RESIDUAL: Final = 100.0

@@ -15,14 +15,14 @@ from typing import Any, Final
 
 from hytrain.memory.capacity import GPU_MARGIN, WAITING_SHARE
 from hytrain.memory.visits import ring_bytes
-from hytrain.planner.ladder import SAME_SPEED, Infeasible
+from hytrain.planner.ladder import Infeasible
 from hytrain.planner.policies import decide
-from hytrain.planner.profile import LayerProfile, Limits, Profile
+from hytrain.planner.profile import LayerProfile, Limits, Profile, Question
 from hytrain.step.offload import SLOTS
 from protocol import messages as m
 from protocol.handles import DTYPE_BYTES, Precision
 from workers.planning.facts import facts, sizes_of
-from workers.planning.planning import BESIDE_TRAINING, HORIZON_STEPS
+from workers.planning.planning import BESIDE_TRAINING
 
 #: What training reaches of the speed of one large matrix product: 0.6 to 0.8 on H100 and H200 hosts, with 3 to 10 B
 #: parameters.
@@ -127,17 +127,9 @@ def forecast(
     )
     room = int((1 - GPU_MARGIN) * gpu_bytes) - shape.step_bytes(tokens)
     try:
-        decision = decide(
-            "deadline",
-            replace(profile, visit=1.0, offload=1.0),
-            Limits(gpu_state_bytes=max(room, 0), host_bytes=host_bytes),
-            fixed_k=None,
-            current=frozenset(),
-            horizon_steps=HORIZON_STEPS,
-            min_gain=SAME_SPEED,
-            visit=None,
-            offload=None,
-        )
+        limits = Limits(gpu_state_bytes=max(room, 0), host_bytes=host_bytes)
+        asked = Question(policy="deadline", limits=limits, current=frozenset(), visit=None, offload=None)
+        decision = decide(asked, replace(profile, visit=1.0, offload=1.0))
     except Infeasible as error:
         return Forecast(None, work_s, str(error))
     return Forecast(decision.predicted_step_s, work_s, decision.reason)
