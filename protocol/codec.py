@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import msgpack
 
@@ -31,7 +31,6 @@ MAX_FRAME_BYTES: Final = 16 << 20
 MESSAGES: Final[dict[str, type[Message]]] = {
     name: cls for name, cls in vars(messages).items() if isinstance(cls, type) and Message in cls.__bases__
 }
-T = TypeVar("T")
 
 
 class WireError(ValueError):
@@ -76,37 +75,13 @@ def decode(frame: bytes, *, token: str) -> Envelope:
         raise WireError(f"unknown message {tag!r}")
     if type(seq) is not int or seq < 0:
         raise WireError(f"{tag}: sequence number {seq!r}")
-    address = _build(Address, sender, f"{tag}: sender")
-    return Envelope(_build(MESSAGES[tag], fields, tag), address, seq)
-
-
-class _Mismatch(Exception):
-    """A value that a type does not allow. `where` are the names that lead there, innermost first."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason, self.where = reason, list[str]()
-
-    def within(self, name: str) -> _Mismatch:
-        self.where.append(name)
-        return self
-
-
-def _build(cls: type[T], fields: Any, where: str) -> T:
-    try:
-        return typing.cast(T, _reader(typing.cast(Hashable, cls))(fields))
-    except _Mismatch as error:
-        raise WireError(f"{'.'.join([where, *reversed(error.where)])}: {error.reason}") from None
-
-
-@cache
-def _schema(cls: Hashable) -> tuple[tuple[str, Any], ...]:
-    hints = typing.get_type_hints(cls, vars(messages))
-    return tuple((field.name, hints[field.name]) for field in dataclasses.fields(typing.cast(Any, cls)))
+    address = _within(f"{tag}: sender", _reader(Address), sender)
+    return Envelope(_within(tag, _reader(typing.cast(Hashable, MESSAGES[tag])), fields), address, seq)
 
 
 @cache
 def _reader(hint: Any) -> Callable[[Any], Any]:
-    """What turns a decoded value into one that `hint` declares, or raises `_Mismatch`. Made once for each type."""
+    """What turns a decoded value into one that `hint` declares, or raises ValueError. Made once for each type."""
     origin = typing.get_origin(hint)
     if origin is tuple:
         return _array_reader(typing.get_args(hint)[0])
@@ -125,7 +100,7 @@ def _reader(hint: Any) -> Callable[[Any], Any]:
             return value
         if hint is float and type(value) is int:
             return float(value)
-        raise _Mismatch(f"expected {hint.__name__}, got {type(value).__name__}")
+        raise WireError(f"expected {hint.__name__}, got {type(value).__name__}")
 
     return read
 
@@ -136,7 +111,7 @@ def _array_reader(item: Any) -> Callable[[Any], Any]:
 
     def read_array(value: Any) -> Any:
         if not isinstance(value, list):
-            raise _Mismatch("expected an array")
+            raise WireError("expected an array")
         if is_scalar and all(type(element) is item for element in value):
             return tuple(value)
         return tuple(map(read, value))
@@ -147,41 +122,34 @@ def _array_reader(item: Any) -> Callable[[Any], Any]:
 def _map_reader(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def read_map(value: Any) -> Any:
         if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise _Mismatch("expected a map with text keys")
-        found = {}
-        for key, element in value.items():
-            try:
-                found[key] = read(element)
-            except _Mismatch as error:
-                raise error.within(key) from None
-        return found
+            raise WireError("expected a map with text keys")
+        return {key: _within(key, read, element) for key, element in value.items()}
 
     return read_map
 
 
 def _fields_reader(cls: type) -> Callable[[Any], Any]:
-    schema = [(name, _reader(hint)) for name, hint in _schema(typing.cast(Hashable, cls))]
+    hints = typing.get_type_hints(cls, vars(messages))
+    schema = [(name, _reader(hints[name])) for name in _names(cls) or ()]
 
     def read_fields(fields: Any) -> Any:
         if not isinstance(fields, list) or len(fields) != len(schema):
-            raise _Mismatch(f"expected {len(schema)} fields")
-        values, name = {}, ""
-        try:
-            for (name, read), value in zip(schema, fields):
-                values[name] = read(value)
-        except _Mismatch as error:
-            raise error.within(name) from None
-        try:
-            return cls(**values)
-        except ValueError as error:
-            raise _Mismatch(str(error)) from None
+            raise WireError(f"expected {len(schema)} fields")
+        return cls(**{name: _within(name, read, value) for (name, read), value in zip(schema, fields)})
 
     return read_fields
 
 
+def _within(name: str, read: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return read(value)
+    except ValueError as error:
+        raise WireError(f"{name}: {error}") from None
+
+
 def _hyper(value: Any) -> Any:
     if not (isinstance(value, list) and value and isinstance(value[0], str) and value[0] in HYPERS):
-        raise _Mismatch("hyperparameters of no known rule")
+        raise WireError("hyperparameters of no known rule")
     return _reader(typing.cast(Hashable, HYPERS[value[0]]))(value[1:])
 
 

@@ -710,9 +710,5 @@ class Failure(Message):
     traceback: str
 
 
-class SessionEnded(Message):
-    """Optimizer to coordinator: the trainer said Goodbye, and the memory of its layers is freed."""
-
-
 class Goodbye(Message):
-    """The sender leaves the run in order."""
+    """The sender leaves in order: a trainer the run, an optimizer its trainer, whose layers' memory is freed."""

@@ -22,8 +22,8 @@ BY_ROLE: Final[dict[str, tuple[type[m.Message], ...]]] = {
         *(m.Rejoin, m.TraceSteps, m.Traced, m.NodeStatus),
     ),
     "optimizer": (
-        *(m.Hello, m.Ready, m.Calibration, m.PlanAck, m.Pong, m.Failure),
-        *(m.PlanesReady, m.PlanesRefused, m.WeightsReady, m.OptimizerReport, m.SessionEnded, m.Traced),
+        *(m.Hello, m.Ready, m.Calibration, m.PlanAck, m.Pong, m.Failure, m.Goodbye),
+        *(m.PlanesReady, m.PlanesRefused, m.WeightsReady, m.OptimizerReport, m.Traced),
     ),
     "coordinator": (
         *(m.Welcome, m.LayerTable, m.Plan, m.Reassign, m.SetThreads, m.SetMode, m.TraceNext, m.SaveCheckpoint),

@@ -27,7 +27,7 @@ from workers.coordinate.handshake import HandshakeError
 from workers.coordinate.heartbeats import Heartbeats
 from workers.coordinate.records import LOG_PATIENCE_STEPS
 from workers.coordinate.tracing import Tracing
-from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Note, Publish, Send, Write
+from workers.effects import Abort, Amend, Answer, Command, Draw, Note, Publish, Send, Write
 from workers.planning.measured import WARM_UP_STEPS
 from workers.planning.planning import BESIDE_TRAINING, Planning
 from workers.planning.room import MARGIN_TO_OTHERS, Room
@@ -48,7 +48,7 @@ def placed(gpu_lids: Sequence[int], layers: int = LAYERS) -> Places:
 
 
 def usual_sender(message: m.Message) -> Address:
-    if isinstance(message, m.OptimizerReport | m.SessionEnded):
+    if isinstance(message, m.OptimizerReport):
         return OPTIMIZER
     return MONITOR if isinstance(message, m.StatusRequest | m.Command) else TRAINER
 
@@ -156,7 +156,7 @@ class Driver:
 
     def leave(self) -> None:
         self.handle(m.Goodbye())
-        self.handle(m.SessionEnded())
+        self.handle(m.Goodbye(), OPTIMIZER)
 
 
 def hello(pid: int) -> m.Hello:
@@ -1016,14 +1016,13 @@ def test_who_hangs_is_ended_before_that_is_news(driver: Driver) -> None:
 @pytest.mark.parametrize("trainer_first", [True, False])
 def test_the_next_trainer_waits_until_both_have_ended_the_session(driver: Driver, trainer_first: bool) -> None:
     driver.start()
-    farewells: list[m.Message] = [m.Goodbye(), m.SessionEnded()]
-    first, last = farewells if trainer_first else farewells[::-1]
+    first, last = (TRAINER, OPTIMIZER) if trainer_first else (OPTIMIZER, TRAINER)
     assert driver.state.beat() == [Send(TRAINER, m.Ping()), Send(OPTIMIZER, m.Ping())]
-    assert driver.sent(first) == []
+    assert driver.sent(m.Goodbye(), first) == []
     assert driver.state.beat() == [], "who leaves is not asked whether it lives"
     assert driver.sent(hello(12)) == []
     assert "waits until the current one has left" in driver.notes
-    assert driver.sent(last) == [(TRAINER, WELCOME)]
+    assert driver.sent(m.Goodbye(), last) == [(TRAINER, WELCOME)]
     assert driver.status().layer_names == () and driver.state.inbox(TRAINER) == "inbox-12"
     driver.handle(m.Ready(detail=""))
     assert driver.first_plan().plan_id == 0, "a new session counts its plans anew"
@@ -1078,17 +1077,17 @@ def test_the_timeline_of_some_steps_has_all_ranks(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.5)
     second(driver)
     order = m.Command(name="trace", value="4")
-    for last in (m.Traced(), m.SessionEnded()):
+    for last in (m.Traced(), m.Goodbye()):
         told = [Send(trainer, m.TraceNext(steps=4)) for trainer in (TRAINER, OTHER)]
         answer, *commands = driver.handle(order)
         assert answer == Answer(m.CommandReply(ok=True, text="the next 4 steps are drawn into trace.json"))
-        assert commands == [BeginTrace(), *told]
+        assert commands == [Draw(begins=True), *told]
         again = driver.answer(order)
         assert isinstance(again, m.CommandReply) and not again.ok and "drawn already" in again.text
         for drawn in (TRAINER, OPTIMIZER, OTHER):
             assert driver.handle(m.Traced(), drawn) == []
-        assert EndTrace() in driver.handle(last, SERVING)
-    assert driver.handle(m.Traced(), OTHER) == [EndTrace()], "an order of a coordinator that has died"
+        assert Draw(begins=False) in driver.handle(last, SERVING)
+    assert driver.handle(m.Traced(), OTHER) == [Draw(begins=False)], "an order of a coordinator that has died"
 
 
 def test_a_run_that_is_drawn_from_its_start_on_ends_that_on_command() -> None:
@@ -1096,7 +1095,7 @@ def test_a_run_that_is_drawn_from_its_start_on_ends_that_on_command() -> None:
     with pytest.raises(ValueError, match="trace 0 ends it"):
         state.command("3", [TRAINER])
     assert state.command("0", [TRAINER])[1] == [Send(TRAINER, m.TraceNext(steps=0))]
-    assert state.has_drawn(TRAINER) == [] and state.has_drawn(OPTIMIZER) == [EndTrace()]
+    assert state.has_drawn(TRAINER) == [] and state.has_drawn(OPTIMIZER) == [Draw(begins=False)]
     with pytest.raises(ValueError, match="no timeline is drawn"):
         state.command("0", [TRAINER])
     for value, trainers in (("3", []), ("1001", [TRAINER]), ("-1", [TRAINER]), ("000000001001", [TRAINER])):
@@ -1179,9 +1178,9 @@ def test_a_trainer_that_leaves_leaves_the_others_alone(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.5)
     second(driver, k=0.0)
     driver.handle(m.Goodbye())
-    driver.handle(m.SessionEnded(), SERVING)  # not the one whose trainer has left
+    driver.handle(m.Goodbye(), SERVING)  # not the one whose trainer has left
     assert driver.sent(hello(31)) == [] and "trainer-0 waits" in driver.notes
-    assert driver.sent(m.SessionEnded()) == [(TRAINER, WELCOME)]
+    assert driver.sent(m.Goodbye(), OPTIMIZER) == [(TRAINER, WELCOME)]
     assert driver.status().layer_names, "of the trainer that goes on"
     driver.handle(ack(0), OTHER)
     assert driver.sent(ack(0), SERVING) == [(OTHER, m.Reassign(plan_id=0))]
@@ -1195,7 +1194,7 @@ def test_a_trainer_that_is_gone_without_a_goodbye_leaves_its_place(driver: Drive
     commands = driver.state.lose(TRAINER, "inbox-11")
     assert [(c.to, c.message) for c in commands if isinstance(c, Send)] == [(OPTIMIZER, m.Goodbye())]
     assert driver.sent(hello(13)) == [], "the optimizer has not left it yet"
-    assert driver.sent(m.SessionEnded()) == [(TRAINER, WELCOME)]
+    assert driver.sent(m.Goodbye(), OPTIMIZER) == [(TRAINER, WELCOME)]
     commands = driver.state.lose(TRAINER, "inbox-13")
     assert not any(isinstance(c, Send) for c in commands), "its optimizer does not know it yet"
     assert driver.sent(hello(14)) == [(TRAINER, WELCOME)]

@@ -33,7 +33,7 @@ from protocol.channel import (
     endpoint,
 )
 from protocol.codec import MAX_FRAME_BYTES, MESSAGES, encode
-from protocol.messages import CommandReply, GiveUp, Goodbye, Message, StatusRequest, WeightsReady
+from protocol.messages import CommandReply, GiveUp, Message, StatusRequest, WeightsReady
 from protocol.quiet import AT_MOST, PERIOD_S, RateLimit
 from protocol.senders import BY_ROLE
 
@@ -166,7 +166,7 @@ def test_a_number_that_came_before_is_dropped(
 @pytest.mark.parametrize(
     ("sender", "message", "reason"),
     [
-        (HERE, Goodbye(), "Goodbye is for other roles than optimizer to send"),
+        (HERE, StatusRequest(), "StatusRequest is for other roles than optimizer to send"),
         (MONITOR, ready(), "WeightsReady of monitor-7 over another's connection"),
         (Address("optimizer", 1), ready(), "WeightsReady of optimizer-1 over another's connection"),
     ],

@@ -71,10 +71,10 @@ def test_an_integer_serves_as_a_float_and_nothing_else_does() -> None:
 
 @pytest.mark.parametrize("hyper", [[], ["Segment"], [["AdamWHyper"]], {}, "AdamWHyper"])
 def test_hyperparameters_are_those_of_a_rule(hyper: Any) -> None:
-    assert "StepBegin.groups: hyperparameters of no known rule" in refused(
+    assert "StepBegin: groups: hyperparameters of no known rule" in refused(
         frame(tag="StepBegin", fields=[0, [hyper], False, 0])
     )
-    assert "StepBegin.groups: expected" in refused(frame(tag="StepBegin", fields=[0, [["AdamWHyper", 0.1]], False, 0]))
+    assert "StepBegin: groups: expected" in refused(frame(tag="StepBegin", fields=[0, [["AdamWHyper", 0.1]], False, 0]))
 
 
 def test_text_that_is_no_utf8_arrives_spelled_out() -> None:
@@ -112,15 +112,15 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"seq": -1}, "GradReady: sequence number -1"),
         ({"fields": None}, "GradReady: expected 4 fields"),
         ({"fields": [3, 1, [4], False, 0]}, "GradReady: expected 4 fields"),
-        ({"fields": [3, "1", [4], False]}, "GradReady.lid: expected int, got str"),
-        ({"fields": [3, 1, 4, False]}, "GradReady.counts: expected an array"),
-        ({"fields": [3, 1, [4.0], False]}, "GradReady.counts: expected int, got float"),
+        ({"fields": [3, "1", [4], False]}, "GradReady: lid: expected int, got str"),
+        ({"fields": [3, 1, 4, False]}, "GradReady: counts: expected an array"),
+        ({"fields": [3, 1, [4.0], False]}, "GradReady: counts: expected int, got float"),
         ({"fields": [-3, 1, [4], False]}, "GradReady: step -3 is negative"),
         ({"fields": [3, 1, [0], False]}, "GradReady: no segment has a gradient"),
-        ({"tag": "Log", "fields": [1, {b"loss": 1.0}, None, False]}, "Log.numbers: expected a map with text keys"),
-        ({"tag": "Log", "fields": [1, {"loss": "low"}, None, False]}, "Log.numbers.loss: expected float, got str"),
+        ({"tag": "Log", "fields": [1, {b"loss": 1.0}, None, False]}, "Log: numbers: expected a map with text keys"),
+        ({"tag": "Log", "fields": [1, {"loss": "low"}, None, False]}, "Log: numbers: loss: expected float, got str"),
         ({"sender": ["trainer"]}, "GradReady: sender: expected 2 fields"),
-        ({"sender": ["trainer", "0"]}, "GradReady: sender.rank: expected int, got str"),
+        ({"sender": ["trainer", "0"]}, "GradReady: sender: rank: expected int, got str"),
         ({"sender": ["intruder", 0]}, "GradReady: sender: unknown role 'intruder'"),
         ({"sender": ["trainer", -1]}, "GradReady: sender: rank -1 is negative"),
         ({"tag": "Hello", "fields": [0, "trainer-0", 0]}, "Hello: pid 0 is no PID"),
@@ -129,15 +129,15 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: nbytes 0 is not above 0"),
         (
             {"tag": "Plan", "fields": [0, 0, [["gpu", "disk"]], 0.5, "", "", None]},
-            "Plan.places: unknown placements ['disk']",
+            "Plan: places: unknown placements ['disk']",
         ),
         (
             {"tag": "PlanApplied", "fields": [0, 0, [["disk"]], 0, 0.0]},
-            "PlanApplied.places: unknown placements ['disk']",
+            "PlanApplied: places: unknown placements ['disk']",
         ),
         ({"tag": "Plan", "fields": [0, 0, [[]], float("nan"), "", "", None]}, "Plan: k nan is not in"),
         ({"tag": "Plan", "fields": [0, -1, [[]], 0.5, "", "", None]}, "Plan: step -1 is negative"),
-        ({"tag": "OptimizerReport", "fields": [0, 1, 0.0, [[0]]]}, "OptimizerReport.updates: expected 2 fields"),
+        ({"tag": "OptimizerReport", "fields": [0, 1, 0.0, [[0]]]}, "OptimizerReport: updates: expected 2 fields"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),
 )
@@ -187,7 +187,7 @@ def segment(numel: int = 1, **changed: Any) -> list[Any]:
         ({"blocks": [[1]]}, "blocks are of layers"),
         ({"threads": 0}, "threads 0 is not above 0"),
         ({"rank": 1}, "rank 1 of 1"),
-        ({"device": b"cpu"}, "LayerTable.device: expected str, got bytes"),
+        ({"device": b"cpu"}, "LayerTable: device: expected str, got bytes"),
     ],
     ids=lambda value: None if isinstance(value, str) else repr(value),
 )

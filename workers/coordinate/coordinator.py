@@ -38,7 +38,7 @@ from workers.coordinate.gauges import Gauges
 from workers.coordinate.handshake import HandshakeError
 from workers.coordinate.heartbeats import BEAT_S
 from workers.coordinate.metrics_file import MetricsFile
-from workers.effects import Abort, Amend, Answer, BeginTrace, Command, EndTrace, Keep, Note, Publish, Send, Write
+from workers.effects import Abort, Amend, Answer, Command, Draw, Keep, Note, Publish, Send, Write
 from workers.run_folder import metrics_file
 from workers.worker import begin_worker, read_token, say_ready, worker_parser
 
@@ -261,15 +261,15 @@ class Coordinator:
         except HandshakeError as error:
             _dropped.warning("refused %s: %s", incoming.address, error)
             return
-        if isinstance(incoming.message, m.Goodbye):
-            if self._trainers.pop(incoming.sender, None) is not None:
-                self._inbox.unwatch(incoming.sender)
+        is_leaving = isinstance(incoming.message, m.Goodbye) and incoming.address.role == "trainer"
+        if is_leaving and self._trainers.pop(incoming.sender, None) is not None:
+            self._inbox.unwatch(incoming.sender)
         for command in commands:
             if isinstance(command, Answer):
                 self._inbox.reply(incoming.sender, command.message)
             else:
                 self._carry_out(command)
-        if isinstance(incoming.message, m.Goodbye):
+        if is_leaving:
             self._metrics.write_late()
             if (known := self._outboxes.get(incoming.sender)) is not None:
                 with suppress(PeerNotReading):
@@ -322,11 +322,11 @@ class Coordinator:
                 self._abort(worker, pid)
             case Keep(rank, wishes):
                 self._keep(rank, wishes)
-            case BeginTrace():
+            case Draw(begins=True):
                 self._state.no_timeline = ""
                 clear(self._metrics.folder)
                 self._trace.begin(EVERY_STEP)
-            case EndTrace():
+            case Draw():
                 self._trace.begin(NO_STEP)
                 Thread(target=self._write_trace, name="trace", daemon=True).start()
 

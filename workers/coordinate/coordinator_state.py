@@ -85,8 +85,6 @@ class CoordinatorState:
             case m.Failure():
                 return [Note(f"{sender} failed: {message.error}")]
         seat = self.fleet.seat(sender.rank)
-        if isinstance(message, m.SessionEnded):
-            return self._on_end(seat, sender)
         if isinstance(message, m.Rejoin) and message.draws:
             self._tracing.goes_on(sender)
         return self._published(seat, seat.handle(message, sender, now_s))
@@ -172,11 +170,9 @@ class CoordinatorState:
         return [Send(sender, self._handshake.on_hello(sender, hello))]
 
     def _on_goodbye(self, sender: Address) -> list[Command]:
-        note = Note(f"{sender} says goodbye")
-        if sender.role != "trainer":
-            self._handshake.leave(sender)
-            return [note]
-        seat = self.fleet.seat(sender.rank)
+        note, seat = Note(f"{sender} says goodbye"), self.fleet.seat(sender.rank)
+        if sender != seat.trainer:
+            return [note, *self._on_end(seat, sender)]
         if seat.planning is None:
             return [note, *self._admit_next(seat)]
         return [*self._published(seat, seat.close_records()), note, *self._on_end(seat, sender)]

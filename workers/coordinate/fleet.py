@@ -1,7 +1,7 @@
 """The trainers of a run: one seat per rank, which one trainer after another takes. `CoordinatorState` calls it.
 
     trainer r, optimizer r ── messages ──▶ seat r: planning, records ──▶ commands
-    Goodbye and SessionEnded, in either order ──▶ the seat is free for the next trainer
+    the Goodbye of both, in either order ──▶ the seat is free for the next trainer
 
 The optimizer of rank r serves the trainer of rank r. Seats are independent of each other.
 """

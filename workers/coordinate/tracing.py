@@ -1,6 +1,6 @@
 """The timeline of some steps, which a monitor asks for during the run: who still draws it. `CoordinatorState` calls it.
 
-    Command ─▶ begin ─▶ BeginTrace, TraceNext to the trainers ─▶ … ─▶ Traced of all, or they have left ─▶ EndTrace
+    Command ─▶ begin ─▶ Draw, TraceNext to the trainers ─▶ … ─▶ Traced of all, or they have left ─▶ Draw no more
 
 Each trainer tells its optimizer which steps these are. A run that is drawn from its start on ends that on command
 only. Pure.
@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from protocol.address import Address
 from protocol.messages import MAX_TRACED_STEPS, TraceNext
-from workers.effects import BeginTrace, Command, EndTrace, Send
+from workers.effects import Command, Draw, Send
 
 
 class Tracing:
@@ -41,11 +41,11 @@ class Tracing:
         told: list[Command] = [Send(trainer, TraceNext(steps=steps)) for trainer in trainers]
         if not steps:
             return "the timeline ends, and is written into trace.json", told
-        return f"the next {steps} steps are drawn into trace.json", [BeginTrace(), *told]
+        return f"the next {steps} steps are drawn into trace.json", [Draw(begins=True), *told]
 
     def has_drawn(self, worker: Address) -> list[Command]:
         """A trainer or optimizer has drawn its part, perhaps for a coordinator that has died."""
-        return self.has_left(worker) if self._is_on else [EndTrace()]
+        return self.has_left(worker) if self._is_on else [Draw(begins=False)]
 
     def goes_on(self, trainer: Address) -> None:
         """A trainer draws steps that a coordinator which has died was asked for."""
@@ -60,7 +60,7 @@ class Tracing:
         if self._drawing:
             return []
         self._is_on = False
-        return [EndTrace()]
+        return [Draw(begins=False)]
 
     def check(self) -> None:
         assert self._is_on or not self._drawing

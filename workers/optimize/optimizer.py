@@ -124,7 +124,7 @@ class Server:
             self._calibration = m.Calibration(cpu_update_s=seconds_per_parameter(backend, layers) if layers else None)
             coordinator.send(self._calibration)
             session.run(self.inbox)
-            coordinator.send(m.SessionEnded())
+            coordinator.send(m.Goodbye())
         except Exception as error:
             if not isinstance(error, PeerDied):
                 step, lid = session.place if session is not None else (None, None)
