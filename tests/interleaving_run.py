@@ -186,7 +186,7 @@ class Run:
         network = SimpleNamespace(token=TOKEN, address=Address("optimizer", 0))
         pinning = SimpleNamespace(cores=(0,))
         server: Any = SimpleNamespace(network=network, pinning=pinning, coordinator=coordinator, trace=OFF)
-        server.introduce = self._introduce
+        server.join = self._introduce
         parts: Any = (table.message, Host(self), trainer, self._arenas[1])
         self.session = optimizer.Session(server, *parts)
         self._report(m.Calibration(cpu_update_s=1e-9))

@@ -62,14 +62,6 @@ class Draft:
     __slots__ = ()
 
 
-class _Asked(Exception):
-    """Another coordinator has taken the place of the one that was to answer."""
-
-    def __init__(self, asked: m.Introduce) -> None:
-        super().__init__("the coordinator died and was replaced")
-        self.by = asked
-
-
 class Listener(Protocol):
     """Receives the link's events, on the link's threads."""
 
@@ -145,7 +137,7 @@ class Link:
             self._outboxes = {role: self._network.outbox(to, linger_s=LINGER_S) for role, to in peers.items()}
             self._hello = m.Hello(pid=self._pid, inbox=self.name)
             self._outboxes["coordinator"].send(self._hello)
-            self._await_welcome()
+            self._expect(m.Welcome)
             self.coordinator.is_known = True
         except PeerDied as death:
             raise self._worker_died(death) from None
@@ -166,22 +158,7 @@ class Link:
             book.on_reassign(self._expect(m.Reassign))
         except PeerDied as death:
             raise self._worker_died(death) from None
-        except _Asked as asked:
-            raise ClusterError(f"{asked} while the first plan was agreed on") from None
         return plan
-
-    def _await_welcome(self) -> None:
-        """Another coordinator, if this one dies, has not got the Hello."""
-        while True:
-            try:
-                self._expect(m.Welcome)
-                return
-            except PeerDied as death:
-                if death.name != PROCESS:
-                    raise
-                self.coordinator.lose()
-            except _Asked as asked:
-                self._outboxes["coordinator"].send(self._follow(asked.by))
 
     def _follow(self, asked: m.Introduce) -> m.Hello:
         """Another coordinator has been started. Returns the Hello that answers it."""
@@ -212,12 +189,24 @@ class Link:
         await_end(self._cluster.optimizer_pids[self.address.rank], FAILED_END_S)
 
     def _expect(self, kind: type[M]) -> M:
-        """The next message, which must be a `kind`. Raises `ClusterError` if it is not, or if it reports a failure."""
-        incoming = self._inbox.receive(self._timeout_s)
+        """The next message, which must be a `kind`. Raises `ClusterError` if it is not, or if it reports a failure.
+
+        Another coordinator, in the place of one that dies before its Welcome, gets the Hello, too.
+        """
+        try:
+            incoming = self._inbox.receive(self._timeout_s)
+        except PeerDied as death:
+            if death.name != PROCESS or kind is not m.Welcome:
+                raise
+            self.coordinator.lose()
+            return self._expect(kind)
         if incoming is None:
             raise ClusterTimeout(f"no {kind.__name__} from the coordinator within {self._timeout_s:.0f} s")
         if isinstance(incoming.message, m.Introduce):
-            raise _Asked(incoming.message)
+            if kind is not m.Welcome:
+                raise ClusterError("the coordinator died and was replaced while the first plan was agreed on")
+            self._outboxes["coordinator"].send(self._follow(incoming.message))
+            return self._expect(kind)
         if isinstance(incoming.message, m.Failure):
             raise ClusterError(self._failure(incoming, incoming.message))
         if not isinstance(incoming.message, kind):

@@ -20,7 +20,6 @@ import traceback
 from contextlib import suppress
 from typing import Final
 
-from hytrain.errors import ClusterTimeout
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.choice import load
 from hytrain.kernels.scalars import scalars
@@ -39,7 +38,6 @@ from workers.optimize.work_log import Progress
 from workers.worker import begin_worker, read_token, say_ready, worker_parser
 
 ACCEPT_TIMEOUT_S: Final = 30.0
-WELCOME_TIMEOUT_S: Final = 60.0
 
 _log = logging.getLogger("optimizer")
 
@@ -78,7 +76,7 @@ class Server:
                 listener.bind(arena_socket(self.network.socket_dir, self.network.address.rank))
                 listener.listen()
                 listener.settimeout(ACCEPT_TIMEOUT_S)
-                self._join()
+                self.join()
                 say_ready(ready_fd, self.pinning.describe())
                 while True:
                     self._serve_trainer(listener)
@@ -86,19 +84,12 @@ class Server:
             _log.info("%s is gone, exiting", death.name)
             return 0
 
-    def _join(self) -> None:
-        self.coordinator.send(m.Hello(pid=os.getpid(), inbox=str(self.network.address)))
-        incoming = self.inbox.receive(WELCOME_TIMEOUT_S)
-        if incoming is None or not isinstance(incoming.message, m.Welcome):
-            raise ClusterTimeout(f"the coordinator answered Hello with {incoming}")
+    def join(self, attempt: int = 0) -> None:
+        """Tell the coordinator who this is; or, at an attempt of another one to find out, what the first one knew."""
+        if attempt:
+            _log.warning("another coordinator has been started")
+        self.coordinator.send(m.Hello(pid=os.getpid(), inbox=str(self.network.address), attempt=attempt))
         self.coordinator.send(m.Ready(detail=self.pinning.describe_place()))  # each report has the thread count
-
-    def introduce(self, attempt: int) -> None:
-        """Tell another coordinator what the first one knew."""
-        _log.warning("another coordinator has been started")
-        name = str(self.network.address)
-        self.coordinator.send(m.Hello(pid=os.getpid(), inbox=name, attempt=attempt))
-        self.coordinator.send(m.Ready(detail=self.pinning.describe_place()))
         if self._calibration is not None:
             self.coordinator.send(self._calibration)
 
@@ -106,9 +97,9 @@ class Server:
         """Serve one trainer, from its layer table to its Goodbye. Before raising an error, send both a `Failure`."""
         incoming = self.inbox.receive(None)
         if incoming is not None and isinstance(incoming.message, m.Introduce):
-            return self.introduce(incoming.message.attempt)
+            return self.join(incoming.message.attempt)
         if incoming is None or not isinstance(incoming.message, m.LayerTable):
-            if incoming is None or not isinstance(incoming.message, m.Ping | m.Welcome):  # which may cross a Goodbye
+            if incoming is None or not isinstance(incoming.message, m.Ping | m.Welcome):  # a Ping may cross a Goodbye
                 _log.warning("there is no trainer: dropped %s", incoming)
             return
         table, coordinator = incoming.message, self.coordinator
@@ -230,7 +221,7 @@ class Session:
                 self._plans.forget(message.plan_id)
                 _log.info("plan %d holds from step %d on", message.plan_id, message.step)
             case m.Introduce(attempt=attempt):
-                self._server.introduce(attempt)
+                self._server.join(attempt)
             case m.Welcome():
                 pass  # it has joined again
             case _:

@@ -196,7 +196,7 @@ FACTS: Final[tuple[tuple[str, Callable[[Story], str | None]], ...]] = (
     ("validation loss", lambda it: it.said("validation_loss", "{:.4f}")),
     ("step time, median", lambda it: seconds(median(it.step_s)) if it.step_s else None),
     ("steps relative to the prediction, median", lambda it: f"{median(it.missed):.2f}" if it.missed else None),
-    ("waiting for weights or memory", lambda it: f"{it.stall_s / sum(it.step_s):.1%}" if it.step_s else None),
+    ("waiting for weights or memory", lambda it: f"{sum(it.stall_s) / sum(it.step_s):.1%}" if it.step_s else None),
     ("tokens per second, median", lambda it: f"{median(it.tokens_per_s):,.0f}" if it.tokens_per_s else None),
     ("MFU, last", lambda it: it.said("mfu", "{:.1%}")),
     ("joules per token, GPU", lambda it: it.per_token("gpu_watts")),
@@ -240,9 +240,9 @@ def _plans(name: str, story: Story | None, *, is_live: bool) -> str:
 
 def _ranks(name: str, story: Story) -> str:
     rows = []
-    for one in sorted(story.ranks, key=lambda one: one.rank):
-        gather = "–" if one.gather_s is None else seconds(one.gather_s)
-        rows.append(_tr((str(one.rank), seconds(one.step_s), seconds(one.stall_s), gather, f"{one.k:.3f}")))
+    for one in sorted(story.ranks, key=lambda one: one.newest.get("rank", 0.0)):
+        times = (seconds(median(values)) if values else "–" for values in (one.step_s, one.stall_s, one.gather_s))
+        rows.append(_tr((f"{one.newest.get('rank', 0.0):.0f}", *times, f"{one.newest['k']:.3f}")))
     heads = ("rank", "step", "waiting for weights", "all-gathers", "k, last")
     return _table(f"Ranks of {name} on this machine, medians of steps", heads, rows) if rows else ""
 

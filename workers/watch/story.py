@@ -14,9 +14,7 @@ import math
 from array import array
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 from hytrain.errors import ConfigError
@@ -47,36 +45,33 @@ class Plan:
     steps_s: array[float] = field(default_factory=lambda: array("d"))
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One of several ranks on this machine: its medians, and its last k."""
-
-    rank: int
-    step_s: float
-    stall_s: float
-    gather_s: float | None
-    k: float
+def _numbers_of_steps() -> array[float]:
+    return array("d")
 
 
 @dataclass(slots=True)
 class Story:
-    """What a run's folder tells. `lines` has, for each metric, steps and means."""
+    """What a run's folder tells. `lines` has, for each metric, steps and means.
+
+    `ranks`: if there are several on this machine, what the records of each tell.
+    """
 
     run: run_folder.Run
-    starts: list[dict[str, Any]]
-    recipe: str | None
-    ranks: list[Rank] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    recipe: str | None = None
+    ranks: list[Story] = field(default_factory=list)
     timelines: dict[int, Timeline] = field(default_factory=dict)  # by rank
     lines: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
     plans: list[Plan] = field(default_factory=list)
     steps: int = 0  # records
     last: dict[str, Any] = field(default_factory=dict)
     newest: dict[str, float] = field(default_factory=dict)  # the last value of each metric
-    step_s: array[float] = field(default_factory=lambda: array("d"))
-    missed: array[float] = field(default_factory=lambda: array("d"))  # measured steps relative to predicted ones
-    tokens_per_s: array[float] = field(default_factory=lambda: array("d"))
+    step_s: array[float] = field(default_factory=_numbers_of_steps)
+    stall_s: array[float] = field(default_factory=_numbers_of_steps)
+    gather_s: array[float] = field(default_factory=_numbers_of_steps)
+    missed: array[float] = field(default_factory=_numbers_of_steps)  # measured steps relative to predicted ones
+    tokens_per_s: array[float] = field(default_factory=_numbers_of_steps)
     losses: list[float] = field(default_factory=list)
-    stall_s: float = 0.0
     joules: dict[str, list[float]] = field(default_factory=dict)  # of each counter, with the tokens meanwhile
     diverged_at: float | None = None
 
@@ -117,8 +112,19 @@ def read(folder: Path) -> Story:
         known = json.loads((folder / "environment.json").read_text())
         starts = [one for one in known if isinstance(one, dict)] if isinstance(known, list) else []
     recipe = folder / "recipe.yaml"
-    story = Story(run_folder.look(folder), starts, recipe.read_text() if recipe.is_file() else None)
-    metrics = folder / "metrics.jsonl"
+    run, metrics = run_folder.look(folder), folder / "metrics.jsonl"
+    story = _filled(Story(run, starts, recipe.read_text() if recipe.is_file() else None), metrics)
+    if not story.steps:
+        raise ConfigError(f"{folder} has no record of a step: there is nothing to report")
+    others = [path for path in folder.glob("metrics-[0-9]*.jsonl") if not path.stem.endswith("replaced")]
+    if others:
+        story.ranks = [one for one in (story, *(_filled(Story(run), path) for path in others)) if one.step_s]
+    story.timelines = timeline.of_run(folder)
+    return story
+
+
+def _filled(story: Story, metrics: Path) -> Story:
+    """The story with what the records of a rank tell."""
     with metrics.open("rb") as file:
         count = sum(1 for _ in file)
     means = _Means(max(1, math.ceil(count / POINTS)))
@@ -128,31 +134,8 @@ def read(folder: Path) -> Story:
                 numbers = _numbers(record)
                 means.add(record["step"], numbers)
                 _add(story, record, numbers)
-    if not story.steps:
-        raise ConfigError(f"{folder} has no record of a step: there is nothing to report")
     story.lines = means.lines()
-    others = sorted(folder.glob("metrics-[0-9]*.jsonl"))
-    if others := [path for path in others if not path.stem.endswith("replaced")]:
-        story.ranks = [rank for path in (metrics, *others) if (rank := _rank(path)) is not None]
-    story.timelines = timeline.of_run(folder)
     return story
-
-
-def _rank(metrics: Path) -> Rank | None:
-    """None for a rank without a step after the first slow ones."""
-    found: dict[str, list[float]] = {"step_s": [], "stall_s": [], "gather_s": []}
-    rank, k = 0, 0.0
-    with metrics.open("rb") as file:
-        for record in records(islice(file, WARM_UP_STEPS, None)):
-            with suppress(KeyError):
-                rank, k = record["rank"], record["k"]
-                for name, values in found.items():
-                    if (value := record.get(name)) is not None:
-                        values.append(value)
-    if not found["step_s"]:
-        return None
-    step_s, stall_s, gather_s = (median(values) if values else None for values in found.values())
-    return Rank(rank, step_s or 0.0, stall_s or 0.0, gather_s, k)
 
 
 class _Means:
@@ -204,7 +187,9 @@ def _add(story: Story, record: dict[str, Any], numbers: dict[str, float]) -> Non
     if not step_s or story.steps <= WARM_UP_STEPS:
         return
     story.step_s.append(step_s)
-    story.stall_s += numbers.get("stall_s", 0.0)
+    story.stall_s.append(numbers.get("stall_s", 0.0))
+    if (gather_s := numbers.get("gather_s")) is not None:
+        story.gather_s.append(gather_s)
     tokens = numbers.get("tokens") if "rank" not in record else None  # those of all ranks, on all GPUs
     for name in ("gpu_watts", "host_watts"):
         if (watts := numbers.get(name)) is not None and tokens:
