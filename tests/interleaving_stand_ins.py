@@ -50,7 +50,7 @@ from protocol.address import Address
 from protocol.handles import STATE_PLANES
 from protocol.placement import Places
 from workers.coordinate.coordinator_state import CoordinatorState
-from workers.coordinate.handshake import HandshakeError
+from workers.coordinate.members import HandshakeError
 from workers.effects import Send
 from workers.optimize.update_queue import Tile, UpdateQueue
 

@@ -23,8 +23,7 @@ from protocol.placement import CPU, GPU, VISIT, Places
 from protocol.sizes import Sizes
 from workers.coordinate.coordinator_state import CoordinatorState
 from workers.coordinate.fleet import GATHER_STEPS, LATE_S
-from workers.coordinate.handshake import HandshakeError
-from workers.coordinate.heartbeats import Heartbeats
+from workers.coordinate.members import SILENT_S, HandshakeError
 from workers.coordinate.records import LOG_PATIENCE_STEPS
 from workers.coordinate.tracing import Tracing
 from workers.effects import Abort, Amend, Answer, Command, Draw, Note, Publish, Send, Write
@@ -955,7 +954,7 @@ def test_monitors_hear_what_a_process_is_writing_until_it_says_otherwise(driver:
     driver.start()
     said = []
     for pong in (m.Pong(writing="/c/step-4", writing_s=3.0), m.Pong()):
-        driver.state.heartbeats.answered(TRAINER, pong)
+        driver.state.members.answered(TRAINER, pong)
         said.append({one.address.role: (one.writing, one.writing_s) for one in driver.status().processes})
     nothing = dict.fromkeys(("coordinator", "optimizer", "trainer"), ("", 0.0))
     assert said == [{**nothing, "trainer": ("/c/step-4", 3.0)}, nothing]
@@ -1008,7 +1007,7 @@ def test_numbers_that_json_does_not_have_are_null(driver: Driver) -> None:
 def test_who_hangs_is_ended_before_that_is_news(driver: Driver) -> None:
     """A reader of the news may resume a process that somebody has stopped; then it is no stopped one any more."""
     driver.start()
-    driver.state.heartbeats = Heartbeats(limit_s=0.0)  # as soon as they are called silent
+    driver.state.members._limit = SILENT_S  # as soon as they are called silent
     found = [[type(command) for command in driver.state.beat()] for _ in range(6)]
     assert [kinds for kinds in found if Abort in kinds] == [[Abort, Abort, Note, Note, Send, Send]]
 

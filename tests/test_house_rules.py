@@ -49,7 +49,7 @@ PURE = (
     "protocol/rules.py",
     "workers/coordinate/coordinator_state.py",
     "workers/coordinate/fleet.py",
-    "workers/coordinate/handshake.py",
+    "workers/coordinate/members.py",
     "workers/planning/commands.py",
     "workers/planning/facts.py",
     "workers/planning/measured.py",

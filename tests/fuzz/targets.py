@@ -33,7 +33,7 @@ from protocol.placement import Places
 from protocol.senders import is_named_after, may_send
 from tests.fuzz.frames import EDGES, Maker
 from workers.coordinate.coordinator_state import CoordinatorState
-from workers.coordinate.handshake import HandshakeError, RunHandshake
+from workers.coordinate.members import HandshakeError, Members
 from workers.effects import Answer, Command, Note, Publish, Send
 
 TOKEN: Final = "0123456789abcdef"
@@ -105,18 +105,17 @@ def _decoded(frame: bytes) -> None:
 
 def handshake(drawn: random.Random) -> int:
     maker = Maker(drawn, token=TOKEN)
-    run = RunHandshake(run_name="run", pid=1, ranks=2)
+    run = Members(ranks=2, limit_s=60.0)
     for _ in range(LENGTH):
         address = maker.address()
         acts: list[Callable[[], object]] = [
-            partial(run.on_hello, address, _of(maker, m.Hello)),
-            partial(run.on_ready, address, _of(maker, m.Ready)),
+            partial(run.join, address, _of(maker, m.Hello)),
+            partial(run.ready, address, _of(maker, m.Ready).detail),
             partial(run.leave, address),
             partial(run.detail, address),
         ]
         with suppress(HandshakeError):
             drawn.choice(acts)()
-        run.check()
     return LENGTH
 
 

@@ -31,7 +31,7 @@ from hytrain.run.coordinator import Coordinator
 from hytrain.run.link import Link
 from protocol.channel import Inbox, Incoming
 from protocol.messages import Goodbye, Hello, Introduce, Pong, Welcome
-from workers.coordinate.heartbeats import BEAT_S, SILENT_S
+from workers.coordinate.members import BEAT_S, SILENT_S
 from workers.launch.cluster import COORDINATORS
 
 pytestmark = pytest.mark.usefixtures("own_run")

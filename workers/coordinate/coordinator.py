@@ -35,8 +35,7 @@ from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.quiet import rate_limited
 from workers.coordinate.coordinator_state import CoordinatorState
 from workers.coordinate.gauges import Gauges
-from workers.coordinate.handshake import HandshakeError
-from workers.coordinate.heartbeats import BEAT_S
+from workers.coordinate.members import BEAT_S, HandshakeError
 from workers.coordinate.metrics_file import MetricsFile
 from workers.effects import Abort, Amend, Answer, Command, Draw, Keep, Note, Publish, Send, Write
 from workers.run_folder import metrics_file
@@ -219,7 +218,7 @@ class Coordinator:
         for address, outbox in self._outboxes.values():
             while (answer := outbox.receive(0.0)) is not None:
                 if isinstance(answer, m.Pong):
-                    self._state.heartbeats.answered(address, answer)
+                    self._state.members.answered(address, answer)
         for command in self._state.beat():
             self._carry_out(command)
         gpus = {seat.trainer: seat.planning.table.gpu for seat in self._state.fleet.taken if seat.planning is not None}
@@ -359,7 +358,7 @@ class Coordinator:
                 or process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
             ):
                 return
-            silent_s = self._state.heartbeats.silent_s(worker)
+            silent_s = self._state.members.joined[worker].silent_s
             _log.error("%s (process %d) has not answered for %.0f s: it is ended", worker, pid, silent_s)
             process.send_signal(signal.SIGABRT)  # its log gets its stack
             process.resume()

@@ -1,6 +1,6 @@
 """The coordinator's state: a pure state machine, messages and a time in, commands out.
 
-    Hello, Ready, Goodbye ─▶ handshake: who has joined      LayerTable … ─▶ fleet: one planning per trainer
+    Hello, Ready, Goodbye ─▶ members: who has joined      LayerTable … ─▶ fleet: one planning per trainer
     TrainerReport + Log of one step ─▶ one record: a line of metrics.jsonl, and the status that monitors get
 
 `workers.coordinate.coordinator` calls it, and owns the sockets, the files and the clock.
@@ -17,8 +17,7 @@ from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.placement import Places
 from workers.coordinate.fleet import Fleet, TrainerSeat
-from workers.coordinate.handshake import RunHandshake
-from workers.coordinate.heartbeats import Heartbeats
+from workers.coordinate.members import Members
 from workers.coordinate.records import shown
 from workers.coordinate.tracing import Tracing
 from workers.effects import Abort, Answer, Command, Note, Publish, Send, Write
@@ -30,7 +29,7 @@ SAVES_ITSELF: Final = (
 
 
 class CoordinatorState:
-    """The coordinator of one run: handshake, fleet, status. `host` is this machine's name, which has so many ranks."""
+    """The coordinator of one run: members, fleet, status. `host` is this machine's name, which has so many ranks."""
 
     def __init__(
         self,
@@ -47,9 +46,8 @@ class CoordinatorState:
     ) -> None:
         """`kept`: for a coordinator that takes another's place, what that one has kept. `traces`: the whole run."""
         self._run_name, self._run_dir, self._pid, self._host = run_name, run_dir, pid, host
-        self._handshake = RunHandshake(run_name=run_name, pid=pid, ranks=ranks)
+        self.members = Members(ranks=ranks, limit_s=hang_timeout_s)
         self.fleet = Fleet(replan_every=replan_every)
-        self.heartbeats = Heartbeats(limit_s=hang_timeout_s)
         self._tracing = Tracing(is_on=traces)
         self.no_timeline = ""  # why the newest one could not be written
         self._ranks_here, self._elsewhere = ranks, tuple[m.RankStatus, ...]()
@@ -61,7 +59,7 @@ class CoordinatorState:
         """Whether `sender` may send this over `connection`: a worker only over the one that it has joined with."""
         if isinstance(message, m.Hello):
             return message.inbox == connection
-        return sender.role == "monitor" or self._handshake.is_joined(sender, connection)
+        return sender.role == "monitor" or self.members.is_joined(sender, connection)
 
     def handle(self, message: m.Message, sender: Address, now_s: float) -> list[Command]:
         """Handle `message`. Raises `HandshakeError`, `OwnershipError` or `ValueError` if it is not allowed now."""
@@ -69,7 +67,7 @@ class CoordinatorState:
             case m.Hello():
                 return self._on_hello(sender, message)
             case m.Ready():
-                self._handshake.on_ready(sender, message)
+                self.members.ready(sender, message.detail)
                 return [Note(f"{sender} is ready: {message.detail}")]
             case m.StatusRequest():
                 return [Answer(self._status())]
@@ -92,11 +90,11 @@ class CoordinatorState:
     def beat(self) -> list[Command]:
         """A second has passed. Ask the workers of each trainer that is ready; say who has not answered for long."""
         stay = [seat.trainer for seat in self.fleet.seats if seat.stays]
-        ready = [trainer for trainer in stay if self._handshake.is_ready(trainer)]
+        ready = [trainer for trainer in stay if self.members.is_ready(trainer)]
         asked = [address for trainer in ready for address in (trainer, Address("optimizer", trainer.rank))]
-        asked = [address for address in asked if self._handshake.is_ready(address)]  # or else about to join again
-        news, hung = self.heartbeats.beat(asked)
-        ends = [Abort(address, self._handshake.joined[address].pid) for address in hung]
+        asked = [address for address in asked if self.members.is_ready(address)]  # or else about to join again
+        news, hung = self.members.beat(asked)
+        ends = [Abort(address, self.members.joined[address].hello.pid) for address in hung]
         pings = [Send(address, self._ping(address)) for address in asked]
         # Ends first: who reads the news may resume a stopped process, which must not be taken for one that hangs.
         return [*ends, *map(Note, news), *pings]
@@ -110,7 +108,7 @@ class CoordinatorState:
     def lose(self, trainer: Address, inbox: str) -> list[Command]:
         """A trainer is gone without a Goodbye: say it to its optimizer in its place."""
         seat = self.fleet.seat(trainer.rank)
-        if not self._handshake.is_joined(trainer, inbox):  # it has waited, perhaps before another one that waits now
+        if not self.members.is_joined(trainer, inbox):  # it has waited, perhaps before another one that waits now
             seat.waiting = None if seat.waiting is not None and seat.waiting.inbox == inbox else seat.waiting
             return [Note(f"{trainer} is gone before its turn")]
         is_known = seat.planning is not None or self._takes_over  # to the optimizer
@@ -122,13 +120,13 @@ class CoordinatorState:
 
         Raises `KeyError` for a trainer that has not joined.
         """
-        return self._handshake.joined[address].inbox if address.role == "trainer" else str(address)
+        return self.members.joined[address].hello.inbox if address.role == "trainer" else str(address)
 
     def _on_command(self, command: m.Command) -> list[Command]:
         """Give a command to all trainers, up to the first refusal."""
         replies, commands = [m.CommandReply(ok=False, text="there is no trainer")], list[Command]()
         for seat in self.fleet.seats:
-            if seat.planning is None and self._handshake.is_ready(seat.trainer):
+            if seat.planning is None and self.members.is_ready(seat.trainer):
                 text = f"{seat.trainer} gets a new coordinator after its next step: try again then"
                 return [Answer(m.CommandReply(ok=False, text=text))]
         if command.name in ORDERS and self.fleet.taken:
@@ -162,12 +160,13 @@ class CoordinatorState:
         return m.CommandReply(ok=True, text="a checkpoint is saved after one of the next steps"), told
 
     def _on_hello(self, sender: Address, hello: m.Hello) -> list[Command]:
-        if self._handshake.is_joined(sender, hello.inbox):
+        if self.members.is_joined(sender, hello.inbox):
             return []  # asked twice, it answers twice
-        if sender.role == "trainer" and sender in self._handshake.joined:
+        if sender.role == "trainer" and sender in self.members.joined:
             self.fleet.seat(sender.rank).waiting = hello
             return [Note(f"another {sender} waits until the current one has left")]
-        return [Send(sender, self._handshake.on_hello(sender, hello))]
+        self.members.join(sender, hello)
+        return [Send(sender, m.Welcome(run_name=self._run_name, coordinator_pid=self._pid))]
 
     def _on_goodbye(self, sender: Address) -> list[Command]:
         note, seat = Note(f"{sender} says goodbye"), self.fleet.seat(sender.rank)
@@ -187,7 +186,7 @@ class CoordinatorState:
 
     def _admit_next(self, seat: TrainerSeat) -> list[Command]:
         """The trainer has left. Another may join, perhaps one that is already waiting."""
-        self._handshake.leave(seat.trainer)
+        self.members.leave(seat.trainer)
         waiting, seat.waiting = seat.waiting, None
         return [] if waiting is None else self._on_hello(seat.trainer, waiting)
 
@@ -207,13 +206,13 @@ class CoordinatorState:
         processes = [
             m.Process(
                 address=address,
-                pid=hello.pid,
-                detail=self._handshake.detail(address),
-                silent_s=self.heartbeats.silent_s(address),
-                writing=self.heartbeats.last(address).writing,
-                writing_s=self.heartbeats.last(address).writing_s,
+                pid=member.hello.pid,
+                detail=self.members.detail(address),
+                silent_s=member.silent_s,
+                writing=member.pong.writing,
+                writing_s=member.pong.writing_s,
             )
-            for address, hello in self._handshake.joined.items()
+            for address, member in self.members.joined.items()
         ]
         planning = self.fleet.shown.planning
         layers = planning.table.layers if planning is not None else ()
@@ -242,10 +241,9 @@ class CoordinatorState:
         return tuple(status for _, status in sorted(known.items()))
 
     def _rank(self, seat: TrainerSeat) -> m.RankStatus | None:
-        return seat.status(self._host, self._handshake.detail(Address("optimizer", seat.trainer.rank)))
+        return seat.status(self._host, self.members.detail(Address("optimizer", seat.trainer.rank)))
 
     def check(self) -> None:
-        self._handshake.check()
         self.fleet.check()
         self._tracing.check()
 
