@@ -24,5 +24,9 @@ class Address:
     def __str__(self) -> str:
         return f"{self.role}-{self.rank}"
 
+    def owns(self, connection: str) -> bool:
+        """Whether a connection has this address as its name, perhaps with a suffix that makes it unique."""
+        return connection == str(self) or connection.startswith(f"{self}-")
+
 
 COORDINATOR: Final = Address("coordinator", 0)

@@ -30,7 +30,6 @@ from protocol.address import Address
 from protocol.codec import MAX_FRAME_BYTES, Envelope, WireError, decode, encode
 from protocol.messages import Message
 from protocol.quiet import rate_limited
-from protocol.senders import is_named_after, may_send
 
 HIGH_WATER_MARK: Final = 100_000
 MONITOR_HIGH_WATER_MARK: Final = 64
@@ -259,9 +258,9 @@ class Inbox(_Socket):
 
     def _check_sender(self, connection: str, envelope: Envelope) -> None:
         kind = type(envelope.message).__name__
-        if not is_named_after(envelope.sender, connection):
+        if not envelope.sender.owns(connection):
             raise WireError(f"{kind} of {envelope.sender} over another's connection")
-        if not may_send(envelope.sender.role, envelope.message):
+        if envelope.sender.role not in envelope.message.by:
             raise WireError(f"{kind} is for other roles than {envelope.sender.role} to send")
         if self._admitted is not None and connection not in self._admitted:
             raise WireError(f"{kind} of a process that is not part of this exchange")

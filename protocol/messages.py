@@ -87,13 +87,19 @@ def _require(condition: bool, sentence: str) -> None:
 
 
 class Message(Record):
-    """The base class of everything that is sent on its own."""
+    """The base class of everything that is sent on its own. `by`: the roles that send it. From others it is dropped."""
+
+    by: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls, by: str) -> None:
+        super().__init_subclass__()
+        cls.by = tuple(by.split())
 
 
 # ---------------------------------------------------------------- handshake
 
 
-class Hello(Message):
+class Hello(Message, by="trainer optimizer"):
     """Worker to coordinator: the first message. `inbox` names the worker's inbox in the run's socket folder.
 
     `attempt`: that of the Introduce which this answers; 0 if nobody has asked.
@@ -104,14 +110,14 @@ class Hello(Message):
     attempt: Count = 0
 
 
-class Welcome(Message):
+class Welcome(Message, by="coordinator"):
     """Coordinator to worker: the answer to Hello. The worker belongs to this run."""
 
     run_name: str
     coordinator_pid: int
 
 
-class Ready(Message):
+class Ready(Message, by="trainer optimizer"):
     """Worker to coordinator, after the worker has been constructed successfully."""
 
     detail: str
@@ -183,7 +189,7 @@ class Layer(Record):
         return any(segment.rule in ON_DEVICE for segment in self.segments)
 
 
-class LayerTable(Message):
+class LayerTable(Message, by="trainer coordinator"):
     """Trainer to coordinator, which forwards it to the optimizer before the first plan: layers and the user's wishes.
 
     `inbox`: the trainer's inbox, as in its Hello; the optimizer sends to it.
@@ -244,7 +250,7 @@ class LayerTable(Message):
         return 1 if self.speculate is False else 2
 
 
-class Calibration(Message):
+class Calibration(Message, by="trainer optimizer"):
     """Trainer or optimizer to coordinator, before the first step: seconds per parameter.
 
     `d2h_s`: copying the gradient to the host. `h2d_s`: copying the weight to the GPU. The other two: the update on the
@@ -257,7 +263,7 @@ class Calibration(Message):
     gpu_update_s: Rate | None = None
 
 
-class PositionsLearned(Message):
+class PositionsLearned(Message, by="trainer"):
     """Trainer to optimizer and coordinator: the observed forward order, as `positions[lid]`."""
 
     positions: tuple[int, ...]
@@ -266,14 +272,14 @@ class PositionsLearned(Message):
         _require(sorted(self.positions) == list(range(len(self.positions))), "positions must be a permutation")
 
 
-class PlanesReady(Message):
+class PlanesReady(Message, by="optimizer"):
     """Optimizer to trainer, with the descriptor of a layer's arena (SCM_RIGHTS). The memory is touched and zeroed."""
 
     lid: Count
     nbytes: Positive
 
 
-class PlanesRefused(Message):
+class PlanesRefused(Message, by="optimizer"):
     """Optimizer to trainer, in place of `PlanesReady`: there is no memory or no descriptor for a layer's arena."""
 
     lid: Count
@@ -283,7 +289,7 @@ class PlanesRefused(Message):
 # ---------------------------------------------------------------- a step
 
 
-class StepBegin(Message):
+class StepBegin(Message, by="trainer"):
     """Trainer to optimizer, before the step's first GradReady.
 
     `groups`: the hyperparameters of each parameter group, read when the step's last backward begins.
@@ -300,7 +306,7 @@ class StepBegin(Message):
         _require(0 <= self.float_mode < FLOAT_MODES, f"{self.float_mode} is no float mode")
 
 
-class GradReady(Message):
+class GradReady(Message, by="trainer"):
     """Trainer to optimizer: the whole gradient of layer `lid` is in its `grads` plane.
 
     `counts[i]`: the step count of segment i after this update, or 0 if it had no gradient in this step.
@@ -316,7 +322,7 @@ class GradReady(Message):
         _require(any(self.counts), "no segment has a gradient")
 
 
-class Verdict(Message):
+class Verdict(Message, by="trainer"):
     """Trainer to both, after backward: multiply the step's gradients by `scale`, or skip the step.
 
     `rounds`: as the loop has multiplied them, in their own dtype, by any number.
@@ -332,7 +338,7 @@ class Verdict(Message):
         _require(possible, f"the scale {self.scale} is negative or infinite")
 
 
-class WeightsReady(Message):
+class WeightsReady(Message, by="optimizer"):
     """Optimizer to trainer: layer `lid` is updated. `weights` may be copied, `grads` may be overwritten.
 
     `banks[i]` is the current bank of segment i from now on.
@@ -346,7 +352,7 @@ class WeightsReady(Message):
 # ---------------------------------------------------------------- ownership
 
 
-class Plan(Message):
+class Plan(Message, by="coordinator"):
     """Coordinator to trainer and optimizer: the placement of each layer from step `step` on, and why."""
 
     plan_id: Count
@@ -358,7 +364,7 @@ class Plan(Message):
     predicted_step_s: float | None
 
 
-class PlanAck(Message):
+class PlanAck(Message, by="trainer optimizer"):
     """Trainer or optimizer to coordinator: accepts the plan, or refuses it with a reason."""
 
     plan_id: int
@@ -366,13 +372,13 @@ class PlanAck(Message):
     reason: str
 
 
-class Reassign(Message):
+class Reassign(Message, by="coordinator"):
     """Coordinator to trainer, once both have accepted: the plan takes effect at its step."""
 
     plan_id: int
 
 
-class PlanApplied(Message):
+class PlanApplied(Message, by="trainer"):
     """Trainer to both: the placements in effect from step `step` on, which is the plan's step or a later one.
 
     The placements differ from the plan's if the GPU has no room for one of its layers. Weights rest where they are to
@@ -386,19 +392,19 @@ class PlanApplied(Message):
     handover_s: float
 
 
-class AllocatePlanes(Message):
+class AllocatePlanes(Message, by="trainer"):
     """Trainer to optimizer: create a layer's planes. The answer is PlanesReady, or PlanesRefused."""
 
     lid: int
 
 
-class ReleasePlanes(Message):
+class ReleasePlanes(Message, by="trainer"):
     """Trainer to optimizer: planes that it asked for, and may have, will not be used."""
 
     lid: int
 
 
-class TakeOver(Message):
+class TakeOver(Message, by="trainer"):
     """Trainer to optimizer: the layer's state is in its planes, and the optimizer owns it from step `step` on.
 
     `banks`: the current bank of each segment, as in `WeightsReady`.
@@ -410,7 +416,7 @@ class TakeOver(Message):
     banks: tuple[Bank, ...]
 
 
-class Counted(Message):
+class Counted(Message, by="trainer"):
     """Trainer to optimizer, before a step begins: how many updates each segment of layer `lid` has had.
 
     Sent after TakeOver, and where the optimizer's own count is not the trainer's, since state was loaded.
@@ -420,7 +426,7 @@ class Counted(Message):
     counts: tuple[Count, ...]
 
 
-class GiveUp(Message):
+class GiveUp(Message, by="trainer"):
     """Trainer to optimizer: the GPU updates the layer from step `step` on.
 
     If its state is on the GPU then, it has been read, and the planes can be released.
@@ -434,7 +440,7 @@ class GiveUp(Message):
 # ---------------------------------------------------------------- another coordinator
 
 
-class Introduce(Message):
+class Introduce(Message, by="coordinator"):
     """Coordinator to all workers, at its start in the place of one that has died: say who you are, as to that one.
 
     The answers are Hello and Ready. Behind them, an optimizer sends its last Calibration, and a trainer, after its
@@ -445,7 +451,7 @@ class Introduce(Message):
     attempt: Positive
 
 
-class Rejoin(Message):
+class Rejoin(Message, by="trainer"):
     """Trainer to coordinator, after Introduce and between two steps: what the last coordinator knew of its layers.
 
     `plan`: the one that it has acknowledged last. `holds`: that is agreed on, and not applied yet.
@@ -485,7 +491,7 @@ class LayerTimes(Record):
     stall_s: float | None = None
 
 
-class TrainerReport(Message):
+class TrainerReport(Message, by="trainer"):
     """Trainer to coordinator, after each step.
 
     `step`: the step number that all messages use. `number`: counts from 1, and continues after a resume.
@@ -543,7 +549,7 @@ class CpuUpdate(Record):
     update_s: float
 
 
-class OptimizerReport(Message):
+class OptimizerReport(Message, by="optimizer"):
     """Optimizer to coordinator, once all updates that it was sent in a step are done. `threads` made them."""
 
     step: int
@@ -552,40 +558,40 @@ class OptimizerReport(Message):
     updates: tuple[CpuUpdate, ...]
 
 
-class SetThreads(Message):
+class SetThreads(Message, by="coordinator"):
     """Coordinator to optimizer: update with this number of threads from the next tile on."""
 
     threads: Positive
 
 
-class SetMode(Message):
+class SetMode(Message, by="coordinator"):
     """Coordinator to optimizer: from the next StepBegin on, update ahead of the verdict, or wait for it."""
 
     speculate: bool
 
 
-class TraceNext(Message):
+class TraceNext(Message, by="coordinator"):
     """Coordinator to trainer: draw the timeline of so many steps, from the next one on. 0 ends it now."""
 
     steps: Traceable
 
 
-class TraceSteps(Message):
+class TraceSteps(Message, by="trainer"):
     """Trainer to optimizer, before the StepBegin of step `first`: draw these steps, `steps` of them. 0 ends it now."""
 
     first: Count
     steps: Traceable
 
 
-class Traced(Message):
+class Traced(Message, by="trainer optimizer"):
     """Trainer or optimizer to coordinator: its part of the timeline is in the run's folder."""
 
 
-class SaveCheckpoint(Message):
+class SaveCheckpoint(Message, by="coordinator"):
     """Coordinator to trainer: the loop is asked to save a checkpoint after one of the next steps."""
 
 
-class Log(Message):
+class Log(Message, by="trainer"):
     """Trainer to coordinator: the loop's own numbers (loss, tokens/s, …) for the record of step number `step`.
 
     `renames`: the number that this step had so far, if the loop has another count. `ahead`: its report comes later.
@@ -611,13 +617,13 @@ class RankStatus(Record):
     gather_s: float | None
 
 
-class NodeStatus(Message):
+class NodeStatus(Message, by="trainer"):
     """Rank 0 of a job on several machines to its coordinator: the ranks on the other machines."""
 
     ranks: tuple[RankStatus, ...]
 
 
-class Ping(Message):
+class Ping(Message, by="coordinator"):
     """Coordinator to trainer and optimizer, once a second during training: answer on this connection.
 
     `recorded_s`: the `at_s` of the trainer's newest report whose record is written; None if there is none.
@@ -628,7 +634,7 @@ class Ping(Message):
     status: RankStatus | None = None
 
 
-class Pong(Message):
+class Pong(Message, by="trainer optimizer"):
     """Trainer or optimizer to coordinator: the answer to Ping. `waits_for`: what training waits for; may be empty.
 
     `writing`: the folder that is being written, and for how long; "" if none is.
@@ -639,7 +645,7 @@ class Pong(Message):
     writing_s: float = 0.0
 
 
-class StatusRequest(Message):
+class StatusRequest(Message, by="monitor"):
     """Monitor to coordinator: send the newest status."""
 
 
@@ -657,7 +663,7 @@ class Process(Record):
     writing_s: float = 0.0
 
 
-class Status(Message):
+class Status(Message, by="coordinator"):
     """Coordinator to monitors: the newest record of metrics.jsonl as JSON text, the layers and the processes.
 
     `layer_names`, `layer_numels`, `layer_positions` and `places` are by LID. `places` are those in effect, and `plan`
@@ -684,14 +690,14 @@ class Status(Message):
     no_timeline: str = ""
 
 
-class Command(Message):
+class Command(Message, by="monitor"):
     """Monitor to coordinator: one of the commands that docs/monitoring.md lists."""
 
     name: str
     value: str
 
 
-class CommandReply(Message):
+class CommandReply(Message, by="coordinator"):
     """Coordinator to monitor: whether the command was accepted, and a sentence for the user."""
 
     ok: bool
@@ -701,7 +707,7 @@ class CommandReply(Message):
 # ---------------------------------------------------------------- the end
 
 
-class Failure(Message):
+class Failure(Message, by="trainer optimizer"):
     """Worker to the others, before it exits: what went wrong, in which step and layer, and the traceback."""
 
     step: int | None
@@ -710,5 +716,5 @@ class Failure(Message):
     traceback: str
 
 
-class Goodbye(Message):
+class Goodbye(Message, by="trainer optimizer coordinator"):
     """The sender leaves in order: a trainer the run, an optimizer its trainer, whose layers' memory is freed."""

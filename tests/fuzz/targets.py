@@ -30,7 +30,6 @@ from protocol.address import Address
 from protocol.codec import MAX_FRAME_BYTES, WireError, decode, encode
 from protocol.handles import ArenaLayout, HandleError
 from protocol.placement import Places
-from protocol.senders import is_named_after, may_send
 from tests.fuzz.frames import EDGES, Maker
 from workers.coordinate.coordinator_state import CoordinatorState
 from workers.coordinate.members import HandshakeError, Members
@@ -227,8 +226,8 @@ def strangers(drawn: random.Random) -> int:
             message = maker.message()
             if (
                 address.role != "monitor"  # whose commands do change something
-                and is_named_after(address, connection)
-                and may_send(address.role, message)
+                and address.owns(connection)
+                and address.role in message.by
                 and run.state.admits(message, address, connection)
             ):
                 with suppress(HandshakeError):
