@@ -256,13 +256,13 @@ class Run:
             self.seconds += step_s
             self.best_s += step_s / line.step_s * self.best(pace)
             self.gpu_bytes += real.gpu_state_bytes(gpu)
-        self.planning.on_optimizer(
+        self.planning.measured.on_optimizer(
             m.OptimizerReport(
                 step=step, threads=self.threads, busy_s=sum(each.update_s for each in updates), updates=updates
             )
         )
         if replay.clipped is not None:
-            self.planning.on_verdict(m.Verdict(step=step, scale=0.5 if self.is_clipped else 1.0, skipped=False))
+            self.planning.mode.on_verdict(m.Verdict(step=step, scale=0.5 if self.is_clipped else 1.0, skipped=False))
         placed = real.gpu_state_bytes(gpu)
         usable = None if replay.gpu_bytes is None else replay.gpu_bytes + 10_000_000_000
         report = m.TrainerReport(

@@ -334,7 +334,7 @@ def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
 
     def room(step: int, gpu_lids: tuple[int, ...], needed: int) -> int | None:
         driver.handle(report(step, gpu_lids, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed))
-        found = driver.planning._room.limits.gpu_state_bytes
+        found = driver.planning.room.limits.gpu_state_bytes
         assert found is not None
         return (found + waiting) // state
 
@@ -364,11 +364,11 @@ def test_layers_stay_if_no_memory_has_room_for_one_more(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.25, device="cuda", gpu_bytes=1 << 40)
     planning, whole = driver.planning, layout(TABLE.layers[0]).nbytes
     wanted = Decision(gpu_lids=frozenset({1}), visit=0.0, offload=0.0, reason="asked")
-    planning._room.limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=3 * whole)
+    planning.room.limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=3 * whole)
     [note] = planning._propose(wanted, 9)
     assert isinstance(note, Note) and "no room to move any" in note.text and planning.reason == note.text
     assert planning._propose(wanted, 9) == [], "it is told once"
-    planning._room.limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=4 * whole)
+    planning.room.limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=4 * whole)
     assert len(planning._propose(wanted, 9)) == 3 and planning.reason.startswith("first what there is room for")
 
 
@@ -376,7 +376,7 @@ def test_layers_that_are_beyond_their_bounds_can_leave(driver: Driver) -> None:
     """The GPU has less room than its layers take by now, so one goes to the host."""
     driver.start(policy="fixed", k=0.5, device="cuda", gpu_bytes=1 << 40)
     planning = driver.planning
-    planning._room.limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=None)
+    planning.room.limits = Limits(gpu_state_bytes=10 * SEGMENT.numel, host_bytes=None)
     _, to_trainer, _ = planning._propose(Decision(gpu_lids=frozenset({0}), visit=0.0, offload=0.0, reason="so"), 9)
     assert isinstance(to_trainer, Send) and on_gpu(to_trainer.message.places) == (0,)
 
@@ -430,10 +430,10 @@ def test_planes_give_way_to_others_who_take_host_memory(driver: Driver) -> None:
     found, usable = [], {"gpu_usable_bytes": 1 << 40, "gpu_needed_bytes": 0}
     for step, free in enumerate((5, -1, -MARGIN_TO_OTHERS, None, 7), WARM_UP_STEPS):
         driver.handle(report(step, host_free_bytes=free, **usable))
-        found.append((driver.planning._room.limits.host_bytes or 0) - planes)
+        found.append((driver.planning.room.limits.host_bytes or 0) - planes)
     assert found == [5, 0, 0, 0, 7]
     driver.handle(report(step + 1, host_free_bytes=9, moving=True, **usable))
-    assert driver.planning._room.limits.host_bytes == planes + 7
+    assert driver.planning.room.limits.host_bytes == planes + 7
     plan = driver.plan(report(step + 2, host_free_bytes=-MARGIN_TO_OTHERS - 1, **usable))
     assert len(on_gpu(plan.places)) == LAYERS and "host memory" in plan.reason
 
@@ -447,8 +447,8 @@ def test_activations_take_host_memory_that_planes_cannot_have(driver: Driver) ->
     for step, (nbytes, free) in enumerate(reports, WARM_UP_STEPS):
         done = report(step, activation_bytes=nbytes, host_free_bytes=free, **usable)
         driver.handle(done)
-        found.append(driver.planning._room.limits.host_bytes)
-        expected = planes + nbytes + driver.planning._room._process_bytes
+        found.append(driver.planning.room.limits.host_bytes)
+        expected = planes + nbytes + driver.planning.room._process_bytes
         assert driver.planning.record(done)["predicted_host_bytes"] == expected
     assert found == [(1 << 40) - 100, (1 << 40) - 100, (1 << 40) - 130, planes + 5, planes + 15]
     profile = driver.planning._profile()
@@ -800,11 +800,11 @@ def test_after_a_change_of_threads_a_plan_waits_for_the_cpus_times(driver: Drive
     assert driver.sent(report(2, measured=None)) == []
     if told:
         driver.handle(cpu_report(2, 10.0, ALL, threads=1))
-        assert driver.planning._measured.awaits_cpu_times(2), "they are taken in once their step was measured"
+        assert driver.planning.measured.awaits_cpu_times(2), "they are taken in once their step was measured"
         assert len(on_gpu(driver.plan(report(3, measured=2)).places)) > 0
     else:
         waited = [driver.sent(report(step)) for step in range(3, 3 + ENOUGH_STEPS)]
-        assert waited == [[]] * ENOUGH_STEPS and not driver.planning._measured.awaits_cpu_times(2 + ENOUGH_STEPS)
+        assert waited == [[]] * ENOUGH_STEPS and not driver.planning.measured.awaits_cpu_times(2 + ENOUGH_STEPS)
 
 
 @pytest.mark.parametrize("continues", [True, False])
@@ -933,7 +933,7 @@ def test_a_status_says_what_each_plane_takes(driver: Driver, awaits_verdict: boo
     assert driver.status().device_planes == {**device, "weights": 3 * 2 * numel, "window": 700, "ring": 900}
     driver.handle(m.Log(step=1, numbers={}))
     [record] = driver.records
-    assert sum(status.host_planes.values()) == record["predicted_host_bytes"] - driver.planning._room._process_bytes
+    assert sum(status.host_planes.values()) == record["predicted_host_bytes"] - driver.planning.room._process_bytes
 
 
 def test_planes_are_those_of_the_rule() -> None:
@@ -1235,7 +1235,7 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
     def room(step: int, places: Places, needed: int, waited: int = 0) -> int | None:
         where: dict[str, Any] = {"places": places, "waited_bytes": waited}
         driver.handle(report(step, **where, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed))
-        return driver.planning._room.limits.gpu_state_bytes
+        return driver.planning.room.limits.gpu_state_bytes
 
     def for_visits() -> int:
         profile = driver.planning._profile()
@@ -1249,7 +1249,7 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
     assert [room(step, cpu, 20 * state + ring) for step in (3, 4, 5)] == [80 * state - waiting - ring] * 3
     for step, waited, more in ((6, 3000, 2000), (7, 6000, 0), (8, 1000, 0)):
         room(step, cpu, 20 * state + ring, waited)
-        assert for_visits() == more == driver.planning._room.bytes_of(cpu.moved({1}, VISIT))[0]
+        assert for_visits() == more == driver.planning.room.bytes_of(cpu.moved({1}, VISIT))[0]
     room(9, cpu, 20 * state + ring + 1, 1000)
     assert for_visits() == 4000, "another peak, with less of them in it"
     on_gpu = placed((0,))
@@ -1260,7 +1260,7 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
 
 def test_what_awaits_a_verdict_is_not_what_visits_hold(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.0, gpu_bytes=1 << 40, ring_bytes=7, hold_bytes=50, **CLIPPED)
-    assert driver.planning._room.for_visits_bytes == 7
+    assert driver.planning.room.for_visits_bytes == 7
 
 
 @pytest.mark.parametrize("is_late", [True, False])
@@ -1322,8 +1322,8 @@ def test_what_is_known_of_short_visits_beside_many_copies_never_shrinks(driver: 
 
 def test_visits_need_room_besides_what_is_placed(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40, ring_bytes=1000, hold_bytes=5000)
-    assert driver.planning._room.bytes_of(placed(()))[0] == 0
-    assert driver.planning._room.bytes_of(placed(()).moved({1}, VISIT))[0] == 6000
+    assert driver.planning.room.bytes_of(placed(()))[0] == 0
+    assert driver.planning.room.bytes_of(placed(()).moved({1}, VISIT))[0] == 6000
 
 
 def test_how_far_steps_miss_the_simulation_is_remembered_by_shares(driver: Driver) -> None:

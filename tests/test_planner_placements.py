@@ -193,7 +193,9 @@ class Run:
             for lid in sorted(of_cpu)
         )
         busy_s = sum(update.update_s for update in updates)
-        self.planning.on_optimizer(m.OptimizerReport(step=self.step, threads=14, busy_s=busy_s, updates=updates))
+        self.planning.measured.on_optimizer(
+            m.OptimizerReport(step=self.step, threads=14, busy_s=busy_s, updates=updates)
+        )
         facts: dict[str, Any] = dict.fromkeys(("exposed_s", "middle_s", "starved", "at_s", "wall_time", "k"), 0.0)
         report = m.TrainerReport(
             step=self.step,

@@ -69,11 +69,11 @@ def test_impossible_numbers_are_refused(wrong: float) -> None:
 
 def test_no_profile_before_forward_and_backward_are_known() -> None:
     book = book_of(100)
-    assert not book.ready and book.profile() is None
+    assert book.profile() is None
     book.observe_trainer(forward_s={10: 1.0}, d2h_s={10: 1.0})
-    assert not book.ready and book.profile() is None
+    assert book.profile() is None
     book.observe_trainer(backward_s={10: 2.0})
-    assert book.ready
+    assert book.profile() is not None
     layer = profile_from(book)[10]
     assert (layer.forward_s, layer.backward_s, layer.d2h_s) == (1.0, 2.0, 1.0)
 
@@ -127,7 +127,7 @@ def test_calibrated_rates_replace_the_assumed_and_measured_layers_both() -> None
     book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
     book.calibrate(cpu_update_s=0.5, gpu_update_s=None)
     book.calibrate(d2h_s=0.25)
-    assert book.rates == Rates(d2h_s=0.25, h2d_s=2.0, cpu_update_s=0.5, gpu_update_s=4.0)
+    assert book._rates == Rates(d2h_s=0.25, h2d_s=2.0, cpu_update_s=0.5, gpu_update_s=4.0)
     assert profile_from(book)[11].cpu_update_s == 150.0
     book.observe_optimizer(cpu_update_s={10: 10.0})
     book.calibrate(cpu_update_s=9.0)
@@ -147,7 +147,7 @@ def test_a_known_change_of_the_cpu_scales_all_and_the_next_sample_counts_at_once
     assert profile_from(book)[10].cpu_update_s == 1.9
     book.cpu_changed(2.0)
     assert 1.0 < profile_from(book)[10].cpu_update_s < 1.5
-    assert book.rates.cpu_update_s == pytest.approx(Rates().cpu_update_s)
+    assert book._rates.cpu_update_s == pytest.approx(Rates().cpu_update_s)
 
 
 def test_what_is_not_measured_any_more_goes_with_what_is() -> None:
@@ -169,7 +169,7 @@ def test_few_layers_say_nothing_of_the_others() -> None:
     book = book_of(100, 100, 100, 100, 1)
     book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})
     book.observe_optimizer(cpu_update_s={14: 0.1})
-    assert profile_from(book)[10].cpu_update_s == 100 * book.rates.cpu_update_s
+    assert profile_from(book)[10].cpu_update_s == 100 * book._rates.cpu_update_s
     for _ in range(6):
         book.observe_optimizer(cpu_update_s={10: 1.0, 11: 1.0, 12: 1.0, 13: 1.0, 14: 0.1})
     for _ in range(6):

@@ -202,10 +202,6 @@ class MeasurementBook:
         self._kept = 1.0  # the share of its forward and backward without that
         self.activation_bytes = 0  # as last reported
 
-    @property
-    def rates(self) -> Rates:
-        return self._rates
-
     def begin_updates(self, *, in_step: bool, layers: Iterable[LayerFacts]) -> None:
         """Updates begin in `step()` from now on, or in backward, and the same layers take other memory for that."""
         self._in_step, self._layers = in_step, tuple(layers)
@@ -354,13 +350,9 @@ class MeasurementBook:
         waits_s = sorted(self._exposed_s)
         return waits_s[int(SLOW_SHARE * len(waits_s))] if len(waits_s) >= SETTLED_STEPS else 0.0
 
-    @property
-    def ready(self) -> bool:
-        return bool(self._roles["forward_s"].means and self._roles["backward_s"].means)
-
     def profile(self) -> Profile | None:
         """The current estimate, or None before forward and backward are measured."""
-        if not self.ready:
+        if not all(self._roles[role].means for role in WORK):
             return None
         times = {role: self._in_role(role, getattr(self._rates, role, None)) for role in ROLES}
         times["visit_s"] = self._visits(times["d2h_s"], times["h2d_s"])

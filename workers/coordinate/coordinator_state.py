@@ -216,7 +216,7 @@ class CoordinatorState:
         ]
         planning = self.fleet.shown.planning
         layers = planning.table.layers if planning is not None else ()
-        planes = planning.plane_bytes if planning is not None else ({}, {})
+        planes = planning.room.by_plane(planning.places) if planning is not None else ({}, {})
         return m.Status(
             run_name=self._run_name,
             run_dir=self._run_dir,

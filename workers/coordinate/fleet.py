@@ -102,9 +102,9 @@ class TrainerSeat:
             case m.PlanApplied():
                 return planning.on_applied(message)
             case m.OptimizerReport():
-                planning.on_optimizer(message)
+                planning.measured.on_optimizer(message)
             case m.Verdict():
-                planning.on_verdict(message)
+                planning.mode.on_verdict(message)
             case m.TrainerReport():
                 self.saves = message.saves
                 record = {**planning.record(message), **self.gauges}

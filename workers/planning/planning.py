@@ -31,6 +31,8 @@ from workers.planning.mode import Mode
 from workers.planning.room import Room
 from workers.planning.tried import Tried
 
+#: What a record has as it is in the trainer's report.
+REPORTED: Final = ("wall_time", "at_s", "step_s", "stall_s", "k", "to_device_bytes", "to_host_bytes")
 #: Why layers stay where they are, whatever they should do.
 NO_PLAN: Final = "no plan fits"
 #: Beside training, the CPU's updates take so many times as long as in its calibration. Measured on H200 hosts: 1.2 to
@@ -54,16 +56,16 @@ class Planning:
         self._facts = [facts(layer, table, sizes) for layer in table.layers]
         told = {"awaits_verdict": table.awaits_verdict, "in_step": table.in_step}
         self._book = MeasurementBook(self._facts, rates=rates, ranks=table.world, **told)
-        self._measured = Measured(self._book)
+        self.measured = Measured(self._book)
         self._ledger = PlanLedger(Places((CPU.name,) * len(table.layers)))
         self.wishes, self.mode = Wishes(table), Mode(table, self._optimizer)
-        self._room, self._tried = Room(table, sizes), Tried()
+        self.room, self._tried = Room(table, sizes), Tried()
         self._shares = self._planned = (0.0, 0.0)  # those that are in effect, and those of the last plan
         self._offloaded: frozenset[int] = frozenset()  # as last reported
         self._uncalibrated = {self._trainer, self._optimizer}
         self._step = -1
         self._planned_at: int | None = None  # None: plan as soon as possible
-        self._plan: m.Plan | None = None
+        self.plan: m.Plan | None = None  # the newest, whether it is in effect or not
         self._rest: Decision | None = None  # what was planned with it, and has no room before
         self.reason = ""
         self._came: str | None = None  # the reason of a plan that has taken effect since the last record
@@ -75,26 +77,16 @@ class Planning:
         """Those in effect. Weights rest where they did when that was last reported."""
         return self._ledger.places.offload(self._offloaded)
 
-    @property
-    def plan(self) -> m.Plan | None:
-        """The newest plan, whether it is in effect or not."""
-        return self._plan
-
-    @property
-    def plane_bytes(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes by plane in host memory, and on the trainer's device."""
-        return self._room.by_plane(self.places)
-
     # ------------------------------------------------------------ before the first step
 
     def rejoin(self, message: m.Rejoin) -> list[Command]:
         """Go on with a trainer that has trained before, under a coordinator that has died."""
         self._ledger = PlanLedger.after(message.plan, message.places, holds=message.holds)
-        self._plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
+        self.plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
         self.moved, self.mode.skipped = message.moved, message.skipped
         self._planned, self._shares = self._shares_of(message.plan.places), self._shares_of(message.places)
         self._step = message.step - 1
-        self._measured.rejoin(message.step)
+        self.measured.rejoin(message.step)
         self.mode.is_told = False
         self.on_calibration(self._trainer, message.calibration)
         return self._change_threads(self.wishes.threads) if self.wishes.threads else []
@@ -112,7 +104,7 @@ class Planning:
         if self._uncalibrated or self._ledger.next_id:
             return []
         try:
-            limits, (visit, offload) = self._room.limits, self.wishes.shares
+            limits, (visit, offload) = self.room.limits, self.wishes.shares
             if visit is None:  # which takes no host memory for gradients
                 visit = float(sum(fact.host_bytes for fact in self._facts) > (limits.host_bytes or math.inf))
             offload = 1.0 if offload is None else offload  # lean, until steps are measured
@@ -123,7 +115,7 @@ class Planning:
                 visit=visit,
                 offload=offload,
                 window_bytes=self.table.window_bytes,
-                for_visits_bytes=self._room.for_visits_bytes,
+                for_visits_bytes=self.room.for_visits_bytes,
             )
         except Infeasible as error:
             failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
@@ -147,18 +139,18 @@ class Planning:
         if report.in_step is not self.table.in_step:
             self._begin_updates(in_step=report.in_step)
         self._step, self._offloaded = report.step, report.places.offloaded
-        if (usual := self._measured.on_trainer(report, is_late=is_late)) is not None:
+        if (usual := self.measured.on_trainer(report, is_late=is_late)) is not None:
             self._note_residual(usual)
         self._book.activation_bytes = report.activation_bytes  # which take their time on the link
         is_moving = report.moving or self._ledger.busy
-        self._room.heed(report, is_warm=self._measured.is_warm(report.step), is_moving=is_moving)
+        self.room.heed(report, is_warm=self.measured.is_warm(report.step), is_moving=is_moving)
         return [] if is_late else self._replan()
 
     def _begin_updates(self, *, in_step: bool) -> None:
         """They begin in `step()` from now on, or in backward: plan for that."""
         self.table = replace(self.table, in_step=in_step)
         sizes = sizes_of(self.table)
-        self._room.resize(sizes)
+        self.room.resize(sizes)
         self._facts = [facts(layer, self.table, sizes) for layer in self.table.layers]
         self._planned_at = None
         self._book.begin_updates(in_step=in_step, layers=self._facts)
@@ -178,12 +170,6 @@ class Planning:
         if step.duration_s and simulated_s:
             self._tried.note(self._shares, self._step, step_s=step.duration_s, simulated_s=simulated_s)
 
-    def on_optimizer(self, report: m.OptimizerReport) -> None:
-        self._measured.on_optimizer(report)
-
-    def on_verdict(self, verdict: m.Verdict) -> None:
-        self.mode.on_verdict(verdict)
-
     # ------------------------------------------------------------ plans
 
     def _replan(self) -> list[Command]:
@@ -193,9 +179,9 @@ class Planning:
         profile = self._profile() if due and not self._ledger.busy else None
         if profile is None or self._uncalibrated:
             return []
-        if self.places.cpu and self._measured.awaits_cpu_times(self._step):
+        if self.places.cpu and self.measured.awaits_cpu_times(self._step):
             return []
-        if not self._room.is_known and self.wishes.policy != "random":
+        if not self.room.is_known and self.wishes.policy != "random":
             return []
         self._planned_at = self._step
         rest, self._rest = self._rest, None
@@ -204,7 +190,7 @@ class Planning:
         current, (visit, offload) = self.places.gpu, self.wishes.shares
         asked = Question(
             policy=self.wishes.policy,
-            limits=self._room.limits,
+            limits=self.room.limits,
             fixed_k=self.wishes.k,
             current=current,
             objective=self.wishes.objective,
@@ -246,15 +232,15 @@ class Planning:
             visit=visit,
             offload=offload,
             window_bytes=self.table.window_bytes,
-            for_visits_bytes=self._room.for_visits_bytes,
+            for_visits_bytes=self.room.for_visits_bytes,
             hold_bytes=self.table.hold_bytes,
         )
 
     def _propose(self, wanted: Decision, step: int) -> list[Command]:
         reason, predicted_s, shares = wanted.reason, wanted.predicted_step_s, (wanted.visit, wanted.offload)
         now, whole = self.places, self._placed(wanted.gpu_lids, *shares, step)
-        has_room = partial(self._room.is_enough_for, now)
-        places = whole if self._plan is None else first_part(self._facts, now, whole, has_room)
+        has_room = partial(self.room.is_enough_for, now)
+        places = whole if self.plan is None else first_part(self._facts, now, whole, has_room)
         self._rest = None
         if places != whole:
             if places == now:
@@ -264,7 +250,7 @@ class Planning:
             reason = f"first what there is room for; {reason}"
         is_as_wanted = self.wishes.policy != "random" and places == whole
         self._planned = shares if is_as_wanted else self._shares_of(places)
-        plan = self._plan = self._ledger.propose(
+        plan = self.plan = self._ledger.propose(
             m.Plan(
                 plan_id=self._ledger.next_id,
                 step=step,
@@ -304,14 +290,14 @@ class Planning:
 
     def on_applied(self, applied: m.PlanApplied) -> list[Command]:
         self._ledger.on_applied(applied)
-        as_planned = self._plan is not None and applied.places == self._plan.places  # it had room
+        as_planned = self.plan is not None and applied.places == self.plan.places  # it had room
         self._shares = self._planned if as_planned else self._shares_of(applied.places)
         self._rest = self._rest if as_planned else None
         self.moved += applied.moved
-        if self._plan is not None and self._plan.plan_id == applied.plan_id:
-            self._came = self._plan.reason
+        if self.plan is not None and self.plan.plan_id == applied.plan_id:
+            self._came = self.plan.reason
         if applied.moved:
-            self._measured.moved(applied.step)
+            self.measured.moved(applied.step)
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
         note = Note(
             f"plan {applied.plan_id} in effect from step {applied.step} on: moved {applied.moved} layers, {waited}"
@@ -322,8 +308,8 @@ class Planning:
 
     def _predicted(self, places: Places) -> float | None:
         """The predicted step time. The placements differ from the plan's if the GPU had no room for all of it."""
-        if self._plan is not None and places == self._plan.places:
-            return self._plan.predicted_step_s
+        if self.plan is not None and places == self.plan.places:
+            return self.plan.predicted_step_s
         profile = self._profile()
         return None if profile is None else self._simulated_s(profile, places.gpu)
 
@@ -343,7 +329,7 @@ class Planning:
         return m.CommandReply(ok=True, text=f"{name}={value} from the next plan on"), commands
 
     def _change_threads(self, threads: int) -> list[Command]:
-        if self._measured.change_threads(threads, self._step):
+        if self.measured.change_threads(threads, self._step):
             self._tried.forget()
         return [Send(self._optimizer, m.SetThreads(threads=threads))]
 
@@ -354,18 +340,12 @@ class Planning:
         return {
             **several,
             "step": report.number,
-            "wall_time": report.wall_time,
-            "at_s": report.at_s,
-            "step_s": report.step_s,
-            "stall_s": report.stall_s,
-            "cpu_busy_s": self._measured.cpu_busy_s(report.step - 1),
-            "threads": self._measured.threads,
-            "k": report.k,
+            **{name: getattr(report, name) for name in REPORTED},
+            "cpu_busy_s": self.measured.cpu_busy_s(report.step - 1),
+            "threads": self.measured.threads,
             "gpu_layers": len(report.places.gpu),
             "visiting_layers": len(report.places.visiting),
             "offloaded_layers": len(report.places.offloaded),
-            "to_device_bytes": report.to_device_bytes,
-            "to_host_bytes": report.to_host_bytes,
             "moved": self.moved,
             **news,
             "policy": self.wishes.policy,
@@ -375,12 +355,12 @@ class Planning:
             "predicted_step_s": self.predicted_step_s,
             **({"skipped_steps": self.mode.skipped} if self.table.awaits_verdict else {}),
             "gpu_peak_bytes": report.gpu_needed_bytes,
-            **self._room.predicted(report),
+            **self.room.predicted(report),
         }
 
     def check(self) -> None:
         self._ledger.check()
-        self._measured.check()
+        self.measured.check()
         self.mode.check()
 
 
