@@ -54,7 +54,7 @@ class Observer:
         self._loads: tuple[float, ...] = ()
         self._usages: dict[int, Usage | None] = {}
         self._looked_s = time.monotonic()
-        self._cores = _core_times()
+        psutil.cpu_percent(percpu=True)  # from here on
         self._strangers = Strangers()
 
     def look(self, status: m.Status) -> Snapshot:
@@ -66,9 +66,8 @@ class Observer:
             self._usages = {pid: self._usage(pid) for pid in pids}
         if is_due:
             self._looked_s = now_s
-            before, self._cores = self._cores, _core_times()
-            spent = [(b1 - b0, t1 - t0) for (b0, t0), (b1, t1) in zip(before, self._cores, strict=False)]
-            self._loads = tuple(busy_s / total_s if total_s > 0 else 0.0 for busy_s, total_s in spent)
+            loads = tuple(percent / 100 for percent in psutil.cpu_percent(percpu=True))
+            self._loads = loads if any(loads) else ()  # a thread's first ones are all 0
         used = tuple((process, self._usages.get(process.pid)) for process in processes)
         optimizers = [use for process, use in used if use is not None and process.address.role == "optimizer"]
         strangers = self._strangers.look(pids, {core for use in optimizers for core in use.cores})
@@ -174,15 +173,6 @@ def _cores(pid: int) -> tuple[int, ...]:
         with suppress(ProcessLookupError):  # it has ended meanwhile
             found |= os.sched_getaffinity(int(tid))
     return tuple(sorted(found))
-
-
-def _core_times() -> list[tuple[float, float]]:
-    """For each core, how many seconds it was busy, and how many in all. That of virtual machines is in `user`."""
-    found = []
-    for it in psutil.cpu_times(percpu=True):
-        total_s = sum(it) - it.guest - it.guest_nice
-        found.append((total_s - it.idle - it.iowait, total_s))
-    return found
 
 
 def _worked_s(times: Any) -> float:
