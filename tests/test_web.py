@@ -189,7 +189,7 @@ def test_why_nothing_comes_any_more_is_told(error: Exception, words: str) -> Non
         assert feed.ended and feed.news(0)[1]["state"] == words
 
 
-@pytest.mark.parametrize("path", ["/", "/events", "/timeline?run=0", "/metrics"])
+@pytest.mark.parametrize("path", ["/", "/events", "/metrics"])
 def test_nothing_is_told_without_the_token(path: str, tmp_path: Path) -> None:
     folder = run(tmp_path / "one", [record(1)])
     stranger = client(followed(at(1)), folder, token="another")
@@ -248,24 +248,22 @@ def test_the_dashboard_shows_metrics_that_exist(tmp_path: Path) -> None:
         assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_a_page_is_told_of_another_timeline_and_gets_it(tmp_path: Path) -> None:
-    folders = [run(tmp_path / name, [record(1)]) for name in ("one", "two")]
-    feeds = [followed(at(1), folder=folder) for folder in folders]
-    asked = Client(feeds, TOKEN)
-    [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', asked.get("/").text, re.S)
-    assert json.loads(data)["drawn"] == [feed.news(0)[1]["drawn"] for feed in feeds] == ["", ""]
-    assert asked.get("/timeline", params={"run": "1"}).text.strip() == ""
-    drawn = []
+def test_a_page_gets_another_timeline(tmp_path: Path) -> None:
+    """Once. The first news have the one that there is, or that there is none."""
+    feeds = [followed(at(1), folder=run(tmp_path / name, [record(1)])) for name in ("one", "two")]
+    drawn = dict[int, object]()
+
+    def timelines() -> list[str | None]:
+        return [told.get("timeline") for told in web._news(feeds, ["one", "two"], [0, 0], drawn)]
+
+    assert [(text or "").strip() for text in timelines()] == ["", ""] and timelines() == [None, None]
     for steps in (2, 1):
-        shutil.rmtree(folders[1] / trace.FOLDER, ignore_errors=True)
-        made(folders[1], steps, usual)
-        drawn.append(feeds[1].news(0)[1]["drawn"])
-    assert "" not in drawn and drawn[0] != drawn[1] and feeds[0].news(0)[1]["drawn"] == ""
-    told = asked.get("/timeline", params={"run": "1"}).text
-    assert "Timeline of two: step 41<" in told and "What the 1 steps in the timeline of two consist of" in told
-    assert {
-        asked.get("/timeline", params={"run": given}).status_code for given in ("2", "-1", "x", "", "9" * 5000)
-    } == {404}
+        shutil.rmtree(feeds[1].folder / trace.FOLDER, ignore_errors=True)
+        made(feeds[1].folder, steps, usual)
+        other, own = timelines()
+        assert other is None and own and f"What the {steps} steps in the timeline of two consist of" in own
+        assert timelines() == [None, None]
+    assert "Timeline of two: step 41<" in own
 
 
 def test_a_count_of_thousands_of_digits_is_none(tmp_path: Path) -> None:
@@ -274,7 +272,7 @@ def test_a_count_of_thousands_of_digits_is_none(tmp_path: Path) -> None:
         assert told_of(feed, feed.folder, given)["records"] == []
 
 
-@pytest.mark.parametrize("path", ["/", "/events", "/timeline", "/metrics"])
+@pytest.mark.parametrize("path", ["/", "/events", "/metrics"])
 def test_no_cache_keeps_what_is_told_and_no_other_site_hears_the_address(path: str, tmp_path: Path) -> None:
     folder = run(tmp_path / "one", [record(1)])
     for token in (TOKEN, "another"):

@@ -104,12 +104,11 @@ def _folder(wanted: str) -> Path:
 class Live:
     """A run whose page web.py keeps up to date: what the page has from the run's folder.
 
-    `after`: so many records came before. `drawn`: which timeline is the newest; "" is none.
+    `after`: so many records came before.
     """
 
     name: str
     after: int
-    drawn: str
 
 
 def page(stories: Sequence[Story | None], now: datetime, *, live: Sequence[Live] | None = None) -> str:
@@ -119,8 +118,8 @@ def page(stories: Sequence[Story | None], now: datetime, *, live: Sequence[Live]
     names = names_of(folders) if live is None else [one.name for one in live]
     title = ", ".join(names)
     kind = "A HyTrain report, written" if live is None else f"HyTrain, live: {_runs(len(names))}. The summary is of"
-    so_far = {"after": [one.after for one in live or ()], "drawn": [one.drawn for one in live or ()]}
-    data = {"runs": names, **so_far, "charts": list(_charts(stories, names, is_live=is_live))}
+    after = [one.after for one in live or ()]
+    data = {"runs": names, "after": after, "charts": list(_charts(stories, names, is_live=is_live))}
     parts = [_lives(names)] if is_live else []
     parts += [_summary(stories, names)] if any(stories) else []
     parts.append('<section aria-label="Charts" id="charts"></section>')

@@ -2,8 +2,7 @@
 
     coordinator ─ statuses ─▶ Feed, on a thread ─┬─▶ /events    server-sent events: new records, processes
                  (one for each run)              └─▶ /metrics   the newest records, in Prometheus's text format
-    the runs' folders ─ report.read ──────────────┬─▶ /         the report so far; live.js adds what comes
-                                                  └─▶ /timeline the picture of one that was drawn meanwhile
+    the runs' folders ─ report.read ────────────────▶ /         the report so far; live.js adds what comes
 
 Whoever has the address with its token may look. Nothing here can change a run, or slow it down: the coordinator does
 not wait for monitors. Who asks for nothing, or does not read the answer, is disconnected.
@@ -123,12 +122,7 @@ class Feed:
             "line": text.line(status) if status.record != "{}" else "no step has ended yet",
             "reason": status.reason,
             **self._shown,
-            "drawn": self.drawn(),
         }
-
-    def drawn(self) -> str:
-        """Which timeline is in the run's folder; "" is none."""
-        return "-".join(map(str, trace.identity(self.folder) or ()))
 
 
 def _newest(known: Sequence[tuple[int, str]], after: int) -> list[str]:
@@ -140,6 +134,20 @@ def _newest(known: Sequence[tuple[int, str]], after: int) -> list[str]:
             break
         found.appendleft(record)
     return list(found)
+
+
+def _news(
+    feeds: Sequence[Feed], names: Sequence[str], counts: list[int], drawn: dict[int, object]
+) -> list[dict[str, Any]]:
+    """What has come after so many records of each run. Of another timeline than that which was drawn, the picture."""
+    found = []
+    for run, (feed, name) in enumerate(zip(feeds, names, strict=True)):
+        counts[run], told = feed.news(counts[run])
+        which = trace.identity(feed.folder)
+        if run not in drawn or drawn[run] != which:
+            drawn[run], told["timeline"] = which, report.timelines(name, timeline.of_run(feed.folder))
+        found.append(told)
+    return found
 
 
 def _memory_rows(status: m.Status) -> list[tuple[str, ...]]:
@@ -158,33 +166,21 @@ def application(feeds: Sequence[Feed], token: str) -> Starlette:
     from starlette.responses import HTMLResponse, PlainTextResponse, StreamingResponse
     from starlette.routing import Route
 
-    folders = [feed.folder for feed in feeds]
-    names = report.names_of(folders)
+    names = report.names_of([feed.folder for feed in feeds])
 
     def page(request: Request) -> Response:
-        # Before files are read: a record that comes twice is shown once, and a timeline is drawn again.
-        live = [report.Live(name, feed.count, feed.drawn()) for name, feed in zip(names, feeds, strict=True)]
-        return HTMLResponse(report.page([_story(folder) for folder in folders], datetime.now(UTC), live=live))
-
-    def drawing(request: Request) -> Response:
-        runs = {str(number): number for number in range(len(feeds))}
-        run = runs.get(request.query_params.get("run") or "")
-        if run is None:
-            return PlainTextResponse("there is no such run\n", 404)
-        return HTMLResponse(report.timelines(names[run], timeline.of_run(folders[run])))
+        # Before files are read: a record that comes twice is shown once.
+        live = [report.Live(name, feed.count) for name, feed in zip(names, feeds, strict=True)]
+        return HTMLResponse(report.page([_story(feed.folder) for feed in feeds], datetime.now(UTC), live=live))
 
     def metrics(request: Request) -> Response:
         return PlainTextResponse(exposition(feeds), media_type=EXPOSITION)
 
-    def news(counts: Sequence[int]) -> tuple[list[int], list[dict[str, Any]]]:
-        found = [feed.news(count) for feed, count in zip(feeds, counts, strict=True)]
-        return [count for count, _ in found], [told for _, told in found]
-
     async def events(counts: list[int]) -> AsyncIterator[str]:
-        has_ended = False
+        has_ended, drawn = False, dict[int, object]()
         while not has_ended:
             has_ended = all(feed.ended for feed in feeds)  # first: then what follows has everything
-            counts, found = await asyncio.to_thread(news, counts)
+            found = await asyncio.to_thread(_news, feeds, names, counts, drawn)
             data = json.dumps({"runs": found, "ended": has_ended})
             yield f"id: {','.join(map(str, counts))}\ndata: {data}\n\n"
             await asyncio.sleep(0.0 if has_ended else EVERY_S)
@@ -208,7 +204,7 @@ def application(feeds: Sequence[Feed], token: str) -> Starlette:
 
         return checked
 
-    routes = {"/": page, "/events": stream, "/timeline": drawing, "/metrics": metrics}
+    routes = {"/": page, "/events": stream, "/metrics": metrics}
     return Starlette(routes=[Route(path, guarded(answer)) for path, answer in routes.items()])
 
 

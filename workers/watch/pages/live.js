@@ -2,7 +2,7 @@
 // Follows live runs: new records go into the charts and the plans, and the rest is shown as it is.
 (() => {
   const MOST_PLANS = 1000;
-  const { after, drawn } = JSON.parse(document.getElementById("data").textContent);
+  const { after } = JSON.parse(document.getElementById("data").textContent);
 
   function row(cells, words = -1) {
     const made = document.createElement("tr");
@@ -32,14 +32,6 @@
       body.closest(".box").hidden = rows.length === 0;
     }
 
-    async function draw(which) {
-      if (which === drawn[run]) return;
-      drawn[run] = which;
-      const answer = await fetch(`/timeline?${new URLSearchParams({ token, run })}`).catch(() => ({ ok: false }));
-      if (answer.ok) timeline.innerHTML = await answer.text();
-      else drawn[run] = undefined; // with the next news
-    }
-
     let told;
     return (news) => {
       state.textContent = news.state;
@@ -56,13 +48,13 @@
         plans.append(row([record.step, ...numbers, "–", "–", "–", record.reason], 7));
         if (plans.rows.length > MOST_PLANS) plans.deleteRow(0);
       }
+      if (news.timeline !== undefined) timeline.innerHTML = news.timeline;
       if (news.line === undefined) return;
       line.textContent = news.line;
       reason.textContent = news.reason;
       fill("processes", news.processes.map(described));
       fill("cores", news.cores);
       fill("memory", news.memory);
-      draw(news.drawn);
     };
   });
 
