@@ -50,7 +50,6 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
 
 def test_power_is_the_energy_since_the_last_reading(nvml: Nvml, tmp_path: Path) -> None:
     gauges = Gauges(tmp_path)
-    gauges.watch("GPU-1")
     known = {"gpu_used_bytes": 5.0 * 2**30, "gpu_utilization": 0.83}
     assert gauges.read(["GPU-1"], 10.0) == {"GPU-1": known}, "one reading is no power yet"
     nvml.millijoules += 1200_000
@@ -68,7 +67,6 @@ def test_what_a_gpu_does_not_tell_is_left_out_alone(
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", refuse)
     gauges = Gauges(tmp_path)
-    gauges.watch("GPU-1")
     assert gauges.read(["GPU-1"], 10.0) == {"GPU-1": {"gpu_utilization": 0.83}}
 
 
@@ -82,7 +80,6 @@ def test_another_package_of_the_name_is_asked_once(nvml: Nvml, tmp_path: Path, m
 
     monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByUUID", handle)
     gauges = Gauges(tmp_path)
-    gauges.watch("GPU-1")
     assert gauges.read(["GPU-1"], 1.0) == gauges.read(["GPU-1"], 2.0) == {"GPU-1": {}} and asked == ["GPU-1"]
 
 
@@ -92,8 +89,8 @@ def test_without_nvml_there_are_no_numbers(lacks: str, tmp_path: Path, monkeypat
     found.has_driver = lacks != "the driver"
     monkeypatch.setitem(sys.modules, "pynvml", None if lacks == "the package" else found)
     gauges = Gauges(tmp_path)
-    gauges.watch("" if lacks.startswith("nothing") else "GPU-1")
-    assert gauges.read(["GPU-1"], 1.0) == {"GPU-1": {}}
+    gpu = "" if lacks.startswith("nothing") else "GPU-1"
+    assert gauges.read([gpu], 1.0) == {gpu: {}}
 
 
 def test_the_hosts_processors_are_added_up(tmp_path: Path) -> None:

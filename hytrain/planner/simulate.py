@@ -60,7 +60,6 @@ class Timeline:
     step_s: float
     stalls_s: Mapping[int, float]
     fetch_s: float
-    gpu_busy_s: float
     cpu_busy_s: float
     events: tuple[Event, ...]
 
@@ -146,7 +145,6 @@ def _play(
     ready_s |= {layer.lid: at for layer, at in updated if layer.lid in places.offloaded}
     stalls_s = {}
     fetch_s = window.waited_s + visits.waited_s
-    gpu_busy_s = now - fetch_s
     now += profile.other_s
     window.turn()
     for layer in profile.layers:
@@ -161,14 +159,12 @@ def _play(
         forward_s = longer * layer.forward_s
         events.append(("forward", layer.lid, now, now + forward_s))
         now += forward_s
-        gpu_busy_s += forward_s
         if layer.lid in places.offloaded and layer.block not in visits.staying:
             window.leave(now)
     return Timeline(
         step_s=now + profile.middle_s,
         stalls_s=stalls_s,
         fetch_s=fetch_s,
-        gpu_busy_s=gpu_busy_s + profile.middle_s,
         cpu_busy_s=cpu_busy_s,
         events=tuple(events),
     )

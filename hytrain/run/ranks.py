@@ -47,11 +47,6 @@ class Ranks:
         """The same ranks over a group of their own, for the collectives of another thread. Host memory only."""
         return self if self.world == 1 else replace(self, group=dist.new_group(backend="gloo"))
 
-    @property
-    def leads_node(self) -> bool:
-        """Whether this is the first rank of its machine."""
-        return self.rank == self.node[0]
-
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank. They travel as pickles: numbers, strings and tuples of them."""
         if self.world == 1:

@@ -276,9 +276,6 @@ class Coordinator:
             self._disconnect(incoming.sender)
         if self._trace.is_on:
             _draw(self._trace, incoming, commands, now_s)
-        if isinstance(incoming.message, m.LayerTable | m.Rejoin):
-            table = incoming.message if isinstance(incoming.message, m.LayerTable) else incoming.message.table
-            self._gauges.watch(table.gpu)
         if isinstance(incoming.message, m.Hello) and incoming.address.role == "trainer":
             self._watch(incoming.address, incoming.sender, incoming.message.pid)
 

@@ -1,7 +1,6 @@
 """Power, use and memory of GPUs, and power of the host: what NVML and Linux's powercap tell. The coordinator asks.
 
-    LayerTable.gpu ─▶ watch ─┐
-    each second ─────────────┴▶ read ─▶ numbers for the next records of that rank
+    each second ─▶ read, of each rank's GPU ─▶ numbers for the next records of that rank
 
 Powers are means since the last reading, from counters of energy: nothing in between is missed. What the driver, the
 package or a permission does not give is left out.
@@ -26,24 +25,24 @@ class Gauges:
 
     def __init__(self, powercap: Path = POWERCAP) -> None:
         self._nvml: Any = None
+        self._has_begun = False
         self._joules: dict[object, tuple[float, float]] = {}  # the last reading of each counter, and when it was
         zones = [
             path for path in sorted(powercap.glob("intel-rapl:*")) if read_text(path / "name").startswith("package")
         ]
         self._packages = [path for path in zones if _joules(path) is not None]  # AMD's have this name, too
 
-    def watch(self, gpu: str) -> None:
-        """This GPU will be asked for, by its UUID."""
-        if gpu and self._nvml is None:
-            try:
-                import pynvml
+    def _begin(self) -> None:
+        self._has_begun = True
+        try:
+            import pynvml
 
-                pynvml.nvmlInit()
-                self._nvml = pynvml
-            except ImportError:
-                _log.info("power and use of the GPU are not recorded: pip install nvidia-ml-py")
-            except Exception as error:  # the library's, of any kind
-                _log.info("power and use of the GPU are not recorded: %s", error)
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+        except ImportError:
+            _log.info("power and use of the GPU are not recorded: pip install nvidia-ml-py")
+        except Exception as error:  # the library's, of any kind
+            _log.info("power and use of the GPU are not recorded: %s", error)
 
     def read(self, gpus: Iterable[str], now_s: float) -> dict[str, dict[str, float]]:
         """For each GPU, its numbers and the host's, as records have them; "" is none. `now_s` is monotonic."""
@@ -51,6 +50,8 @@ class Gauges:
         return {gpu: {**self._of_gpu(gpu, now_s), **of_host} for gpu in set(gpus)}
 
     def _of_gpu(self, gpu: str, now_s: float) -> dict[str, float]:
+        if gpu and not self._has_begun:
+            self._begin()
         device = self._asked(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(gpu)) if gpu else None
         if device is None:
             return {}
