@@ -1,40 +1,46 @@
-"""A worker's side of its start: arguments, logging, signals, READY. The launcher's side is `workers.launch.process`.
+"""A worker's side of its start: settings, logging, signals, READY. The launcher's side is `workers.launch.process`.
 
 A worker gets two pipes: `ready`, through which it says READY once it was constructed successfully, and `life`, which
-closes when the launcher is gone.
+closes when the launcher is gone. The settings of all workers are in a file in the socket folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import json
 import logging
 import os
 import signal
 from pathlib import Path
+from typing import Any, Final
 
 from workers.exits import ENDINGS, FOR_PROGRAMS
 
-
-def worker_parser(doc: str) -> argparse.ArgumentParser:
-    """A parser with the arguments of every worker."""
-    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
-    parser.add_argument("--socket-dir", required=True)
-    parser.add_argument("--ranks", type=int, required=True, help="how many ranks share this machine")
-    parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--trace", action="store_true", help="draw the timeline of the whole run")
-    parser.add_argument("--ready-fd", type=int, required=True)
-    parser.add_argument("--life-fd", type=int, required=True)
-    return parser
+#: In the socket folder: `hytrain.config.ClusterConfig`, the run's name and folder, how many ranks share this machine,
+#: and the run's secret token. Only this user can read it.
+SETTINGS: Final = "settings.json"
 
 
-def begin_worker(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse the arguments, set up logging, and leave signals to the trainer: workers exit after the launcher.
+def write_settings(socket_dir: Path, **settings: Any) -> None:
+    path = socket_dir / SETTINGS
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(settings))
+
+
+def begin_worker(doc: str) -> argparse.Namespace:
+    """Read arguments and settings, set up logging, and leave signals to the trainer: workers exit after the launcher.
 
     A terminal sends Ctrl-C, and a batch system its warning and its SIGTERM, to every process of a run. The trainer
     needs the others to save what it has trained.
     """
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--socket-dir", required=True)
+    for number in ("--rank", "--ready-fd", "--life-fd"):
+        parser.add_argument(number, type=int, required=True)
+    parser.add_argument("--again", action="store_true", help="take the place of a coordinator that has died")
     arguments = parser.parse_args()
+    vars(arguments).update(json.loads(Path(arguments.socket_dir, SETTINGS).read_text()))
     settle()
     return arguments
 
@@ -56,8 +62,3 @@ def say_ready(descriptor: int, detail: str) -> None:
     """Tell the launcher that this worker was constructed successfully."""
     os.write(descriptor, f"{detail}\n".encode())
     os.close(descriptor)
-
-
-def read_token(socket_dir: str) -> str:
-    """The run's secret token, in a file that only this user can read."""
-    return (Path(socket_dir) / "token").read_text()

@@ -72,7 +72,7 @@ def test_a_program_under_the_launcher(by_torch: str, run_dir: Path) -> None:
         [socket_dir] = Path(os.environ["TMPDIR"]).glob("hytrain-*")
         assert processes["plain"].environ()[CLUSTER_VARIABLE] == str(socket_dir)
         assert stat.S_IMODE(socket_dir.stat().st_mode) == 0o700
-        for name in ("token", "cluster.json"):
+        for name in ("settings.json", "cluster.json"):
             assert stat.S_IMODE((socket_dir / name).stat().st_mode) == 0o600
         known = json.loads((socket_dir / "cluster.json").read_text())
         assert known["launcher_pid"] == launcher.pid

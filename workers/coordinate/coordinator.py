@@ -39,7 +39,7 @@ from workers.coordinate.members import BEAT_S, HandshakeError
 from workers.coordinate.metrics_file import MetricsFile
 from workers.effects import Abort, Amend, Answer, Command, Draw, Keep, Note, Publish, Send, Write
 from workers.run_folder import metrics_file
-from workers.worker import begin_worker, read_token, say_ready, worker_parser
+from workers.worker import begin_worker, say_ready
 
 #: How long to wait at the end for messages that were already sent: by a trainer that has not said Goodbye, and by the
 #: optimizer, whose last report comes after the weights that the trainer waited for.
@@ -53,12 +53,7 @@ _log, _dropped = logging.getLogger("coordinator"), rate_limited("coordinator.dro
 
 def main() -> int:
     """Run until the launcher is gone; return the process's exit status."""
-    parser = worker_parser(__doc__)
-    parser.add_argument("--run-name", required=True)
-    parser.add_argument("--replan-every", type=int, required=True)
-    parser.add_argument("--hang-timeout-s", type=float, required=True)
-    parser.add_argument("--again", action="store_true", help="take the place of a coordinator that has died")
-    arguments = begin_worker(parser)
+    arguments = begin_worker(__doc__)
     kept = read_kept(Path(arguments.socket_dir)) if arguments.again else None
     state = CoordinatorState(
         run_name=arguments.run_name,
@@ -71,10 +66,9 @@ def main() -> int:
         kept=kept,
         traces=arguments.trace,
     )
-    token = read_token(arguments.socket_dir)
     with (
         closing(Metrics(arguments.run_dir)) as metrics,
-        Network(arguments.socket_dir, token=token, address=COORDINATOR) as network,
+        Network(arguments.socket_dir, token=arguments.token, address=COORDINATOR) as network,
     ):
         trace = TraceWriter(arguments.run_dir, COORDINATOR, EVERY_STEP if arguments.trace else NO_STEP)
         coordinator = Coordinator(network, state, metrics, trace, life_fd=arguments.life_fd)

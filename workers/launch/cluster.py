@@ -29,6 +29,7 @@ from workers import affinity, run_folder
 from workers.launch import process
 from workers.launch.output import say
 from workers.launch.process import Child
+from workers.worker import write_settings
 
 #: Workers end within this time, and programs after a second signal, or they are killed.
 STOP_GRACE_S: Final = 3.0
@@ -49,7 +50,6 @@ class RunningCluster:
         self.children: list[Child] = []
         self.socket_dir = Path()
         self._touched_s = time.monotonic()
-        self._coordinator: list[str] = []  # its arguments
         self._cluster: Cluster | None = None
         self._deaths = (0, 0)  # the step after which coordinators have died, and how many
 
@@ -62,19 +62,10 @@ class RunningCluster:
             raise ConfigError(f"there is no place for sockets: {error}; set another TMPDIR") from None
         affinity.choose(self._config.cores, self._config.threads, ranks=self._ranks)  # impossible cores are bad input
         token = secrets.token_hex(16)
-        token_path = self.socket_dir / "token"
-        token_path.touch(mode=0o600)
-        token_path.write_text(token)
-        sockets = ["--socket-dir", str(self.socket_dir), "--run-dir", str(self._run_dir)]
-        sockets += ["--ranks", str(self._ranks), *(["--trace"] if self._config.trace else [])]
-        self._coordinator = [*sockets, "--run-name", self._run_name, "--replan-every", str(self._config.replan_every)]
-        self._coordinator += ["--hang-timeout-s", str(self._config.hang_timeout_s)]
-        [coordinator] = self._start_workers({COORDINATOR: self._coordinator})
-        cores = ["--cores", self._config.cores]
-        cores += [] if self._config.threads is None else ["--threads", str(self._config.threads)]
-        optimizers = self._start_workers(
-            {Address("optimizer", rank): [*sockets, *cores, "--rank", str(rank)] for rank in range(self._ranks)}
-        )
+        names = {"run_name": self._run_name, "run_dir": str(self._run_dir), "ranks": self._ranks, "token": token}
+        write_settings(self.socket_dir, **{**self._config.model_dump(), **names})
+        [coordinator] = self._start_workers(COORDINATOR)
+        optimizers = self._start_workers(*(Address("optimizer", rank) for rank in range(self._ranks)))
         self._cluster = Cluster(
             run_name=self._run_name,
             run_dir=str(self._run_dir),
@@ -90,19 +81,17 @@ class RunningCluster:
         )
         self._cluster.write()
 
-    def _start_workers(self, arguments: dict[Address, list[str]]) -> list[Child]:
-        """Start workers together, each with its arguments, and wait until all are ready."""
-        started = self._started(arguments)
+    def _start_workers(self, *addresses: Address) -> list[Child]:
+        """Start workers together, and wait until all are ready."""
+        started = [self._started(address) for address in addresses]
         self.children += started
         for child in started:
             process.await_ready(child, self.children, timeout_s=self._config.start_timeout_s)
         return started
 
-    def _started(self, arguments: dict[Address, list[str]]) -> list[Child]:
-        return [
-            process.start_worker(address, given, log_dir=self._log_dir, environment=workers_environment())
-            for address, given in arguments.items()
-        ]
+    def _started(self, address: Address, *more: str) -> Child:
+        arguments = ["--socket-dir", str(self.socket_dir), "--rank", str(address.rank), *more]
+        return process.start_worker(address, arguments, log_dir=self._log_dir, environment=workers_environment())
 
     def replaces(self, ended: list[Child]) -> bool:
         """If a coordinator has died, and nobody else, start another one in its place, while training goes on.
@@ -117,7 +106,7 @@ class RunningCluster:
             say(f"\nhytrain-cluster: {self._deaths[1]} coordinators have died, without a step between")
             return False
         try:
-            [child] = self._started({COORDINATOR: [*self._coordinator, "--again"]})
+            child = self._started(COORDINATOR, "--again")
         except OSError:
             return False
         self.children[self.children.index(dead)] = child

@@ -35,7 +35,7 @@ from workers.optimize.arenas import Arenas, accept
 from workers.optimize.update_queue import Tile, UpdateQueue
 from workers.optimize.update_rate import seconds_per_parameter
 from workers.optimize.work_log import Progress
-from workers.worker import begin_worker, read_token, say_ready, worker_parser
+from workers.worker import begin_worker, say_ready
 
 ACCEPT_TIMEOUT_S: Final = 30.0
 
@@ -44,17 +44,13 @@ _log = logging.getLogger("optimizer")
 
 def main() -> int:
     """Run until the launcher or the trainer is gone; return the process's exit status."""
-    parser = worker_parser(__doc__)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--cores", required=True)
-    parser.add_argument("--threads", type=int)
-    arguments = begin_worker(parser)
-    address, folder = Address("optimizer", arguments.rank), arguments.socket_dir
+    arguments = begin_worker(__doc__)
+    address = Address("optimizer", arguments.rank)
     pinning = affinity.choose(arguments.cores, arguments.threads, rank=arguments.rank, ranks=arguments.ranks)
     affinity.pin(pinning)
     _log.info("pinned: %s", pinning.describe())
     trace = TraceWriter(arguments.run_dir, address, EVERY_STEP if arguments.trace else NO_STEP)
-    with Network(folder, token=read_token(folder), address=address) as network:
+    with Network(arguments.socket_dir, token=arguments.token, address=address) as network:
         return Server(network, pinning, trace, life_fd=arguments.life_fd).serve(arguments.ready_fd)
 
 
