@@ -20,8 +20,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, Final
@@ -66,12 +66,9 @@ def main() -> int:
         kept=kept,
         traces=arguments.trace,
     )
-    with (
-        closing(Metrics(arguments.run_dir)) as metrics,
-        Network(arguments.socket_dir, token=arguments.token, address=COORDINATOR) as network,
-    ):
+    with Network(arguments.socket_dir, token=arguments.token, address=COORDINATOR) as network:
         trace = TraceWriter(arguments.run_dir, COORDINATOR, EVERY_STEP if arguments.trace else NO_STEP)
-        coordinator = Coordinator(network, state, metrics, trace, life_fd=arguments.life_fd)
+        coordinator = Coordinator(network, state, Path(arguments.run_dir), trace, life_fd=arguments.life_fd)
         say_ready(arguments.ready_fd, "coordinating")
         if arguments.again:
             coordinator.ask_all()
@@ -91,54 +88,6 @@ def read_kept(folder: Path) -> dict[int, dict[str, Any]]:
     return {rank: wishes for rank, wishes in found.items() if wishes is not None}
 
 
-class Metrics:
-    """The files of records: metrics.jsonl for the trainer of rank 0, metrics-1.jsonl and so on for the others."""
-
-    def __init__(self, run_dir: str) -> None:
-        self.folder = Path(run_dir)
-        self._files: dict[int, MetricsFile] = {}
-        self._failing: set[int] = set()
-        with suppress(OSError):
-            self._of(0)
-
-    def write(self, record: Write | Amend) -> None:
-        """A disk that is full costs records, which are counted, and does not end the training."""
-        try:
-            file = self._of(record.rank)
-            if isinstance(record, Write):
-                file.append(record.line)
-                self._failing.discard(record.rank)
-            else:
-                file.amend(record.step, record.numbers)
-        except OSError as error:
-            self._fails(record.rank, error)
-
-    def write_late(self) -> None:
-        """Add numbers that came late to the records."""
-        for rank, file in self._files.items():
-            try:
-                if steps := file.write_late():
-                    _log.warning(
-                        "dropped the late numbers of %d steps, from %d on: they have no records", len(steps), min(steps)
-                    )
-            except OSError as error:
-                self._fails(rank, error)
-
-    def _fails(self, rank: int, error: OSError) -> None:
-        if rank not in self._failing:
-            _log.warning("records of rank %d cannot be written, training goes on: %s", rank, error)
-        self._failing.add(rank)
-
-    def _of(self, rank: int) -> MetricsFile:
-        if rank not in self._files:
-            self._files[rank] = MetricsFile(metrics_file(self.folder, rank))
-        return self._files[rank]
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-
 class Coordinator:
     """Carries out the commands that the state returns."""
 
@@ -146,12 +95,15 @@ class Coordinator:
         self,
         network: Network,
         state: CoordinatorState,
-        metrics: Metrics,
+        folder: Path,
         trace: TraceWriter,
         *,
         life_fd: int,
     ) -> None:
-        self._network, self._state, self._metrics, self._trace = network, state, metrics, trace
+        self._network, self._state, self._folder, self._trace = network, state, folder, trace
+        self._metrics: dict[int, MetricsFile] = {}  # by rank
+        self._failing = set[int]()  # the ranks whose records cannot be written
+        self._write(0, lambda file: None)
         self._inbox = network.inbox()
         self._inbox.watch_descriptor("the launcher", life_fd)
         self._publisher = Publisher(network)
@@ -205,7 +157,7 @@ class Coordinator:
                 self._handle(incoming)
 
     def _beat(self) -> None:
-        self._metrics.write_late()  # first: the trainer is told below what is recorded, and forgets it
+        self._write_late()  # first: the trainer is told below what is recorded, and forgets it
         self._beats += 1
         if self._beats.bit_count() == 1:  # after 1, 2, 4, 8 … beats: a busy machine's answer may take longer than one
             self._ask()
@@ -228,7 +180,7 @@ class Coordinator:
             self._handle(incoming)
         for name, trainer in list(self._trainers.items()):  # whose Goodbye is late: their records are whole without it
             self._lose(trainer, name)
-        self._metrics.write_late()
+        self._write_late()
         self._trace.close()
 
     def _patience_s(self) -> float:
@@ -263,7 +215,7 @@ class Coordinator:
             else:
                 self._carry_out(command)
         if is_leaving:
-            self._metrics.write_late()
+            self._write_late()
             if (known := self._outboxes.get(incoming.sender)) is not None:
                 with suppress(PeerNotReading):
                     known[1].send(m.Goodbye())  # its records are whole
@@ -302,8 +254,11 @@ class Coordinator:
                     self._outboxes[inbox] = to, self._network.outbox(inbox)
                 with suppress(PeerNotReading) if isinstance(message, m.Ping) else nullcontext():
                     self._outboxes[inbox][1].send(message)
-            case Write() | Amend():
-                self._metrics.write(command)
+            case Write(line, rank):
+                if self._write(rank, lambda file: file.append(line)):
+                    self._failing.discard(rank)
+            case Amend(step, numbers, rank):
+                self._write(rank, lambda file: file.amend(step, numbers))
             case Publish(status):
                 self._publisher.send(status)
             case Note(text):
@@ -314,17 +269,41 @@ class Coordinator:
                 self._keep(rank, wishes)
             case Draw(begins=True):
                 self._state.no_timeline = ""
-                clear(self._metrics.folder)
+                clear(self._folder)
                 self._trace.begin(EVERY_STEP)
             case Draw():
                 self._trace.begin(NO_STEP)
                 Thread(target=self._write_trace, name="trace", daemon=True).start()
 
+    def _write(self, rank: int, act: Callable[[MetricsFile], object]) -> bool:
+        """Have a rank's records changed. A disk that is full costs records, which are counted, but not the training."""
+        try:
+            if rank not in self._metrics:
+                self._metrics[rank] = MetricsFile(metrics_file(self._folder, rank))
+            act(self._metrics[rank])
+        except OSError as error:
+            if rank not in self._failing:
+                _log.warning("records of rank %d cannot be written, training goes on: %s", rank, error)
+            self._failing.add(rank)
+            return False
+        return True
+
+    def _write_late(self) -> None:
+        """Add numbers that came late to the records."""
+
+        def write(file: MetricsFile) -> None:
+            if steps := file.write_late():
+                many, first = len(steps), min(steps)
+                _log.warning("dropped the late numbers of %d steps, from %d on: they have no records", many, first)
+
+        for rank in self._metrics:
+            self._write(rank, write)
+
     def _write_trace(self) -> None:
         """On a thread: it may take seconds. The launcher does it again at the end of the run."""
         try:
             with self._writing_trace:
-                merge(self._metrics.folder)
+                merge(self._folder)
         except OSError as error:
             self._state.no_timeline = str(error)
             _log.warning("no timeline: %s", error)
