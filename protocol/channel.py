@@ -78,20 +78,6 @@ def endpoint(socket_dir: str, name: Address | str) -> str:
     return f"ipc://{path}"
 
 
-class Sequence:
-    """Checks that each sender's sequence numbers increase."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, int] = {}
-
-    def check(self, sender: str, seq: int) -> None:
-        """Raise `WireError` unless `seq` is above the sender's last number."""
-        last = self._last.get(sender, -1)
-        if seq <= last:
-            raise WireError(f"sequence number {seq} after {last}")
-        self._last[sender] = seq
-
-
 class _Socket:
     """One ZeroMQ socket of a `Network`, which closes it."""
 
@@ -144,7 +130,7 @@ class Inbox(_Socket):
 
     def __init__(self, network: Network) -> None:
         super().__init__(network, zmq.ROUTER, network.name)
-        self._sequence = Sequence()
+        self._last_seq: dict[str, int] = {}  # by connection
         self._admitted: frozenset[str] | None = None
         self._deaths: dict[int, tuple[str, float | None]] = {}  # by descriptor, with the time for last words
         self._dead: tuple[str, float] | None = None
@@ -250,7 +236,9 @@ class Inbox(_Socket):
                 raise WireError(f"{len(frames)} frames where 2 were expected")
             envelope = decode(frames[1], token=self._network.token)
             self._check_sender(sender, envelope)
-            self._sequence.check(sender, envelope.seq)
+            if envelope.seq <= (last := self._last_seq.get(sender, -1)):
+                raise WireError(f"sequence number {envelope.seq} after {last}")
+            self._last_seq[sender] = envelope.seq
         except WireError as error:
             _log.warning("dropped a message from %r: %s", sender, error)
             return None

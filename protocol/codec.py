@@ -135,7 +135,13 @@ def _fields_reader(cls: type) -> Callable[[Any], Any]:
     def read_fields(fields: Any) -> Any:
         if not isinstance(fields, list) or len(fields) != len(schema):
             raise WireError(f"expected {len(schema)} fields")
-        return cls(**{name: _within(name, read, value) for (name, read), value in zip(schema, fields)})
+        values, name = {}, ""
+        try:
+            for (name, read), value in zip(schema, fields):
+                values[name] = read(value)
+        except ValueError as error:
+            raise WireError(f"{name}: {error}") from None
+        return cls(**values)
 
     return read_fields
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import Field, dataclass, fields
+from collections.abc import Iterator
+from dataclasses import Field, dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple, dataclass_transform, get_args, get_type_hints
 
 from protocol.address import Address
@@ -33,22 +33,21 @@ MAX_TRACED_STEPS = 1000
 _INBOX = re.compile(r"[a-z]{1,16}(-[0-9a-f]{1,8}){0,2}")
 
 
-class Is(NamedTuple):
-    """What a value of a field has to be, or each of several; None is allowed where its type allows it."""
+class Within(NamedTuple):
+    """What a number in a field has to be, or each of several. None is allowed where the type allows it."""
 
-    holds: Callable[[Any], bool]
-    otherwise: str  # what is said of another one
+    least: float
+    most: float = math.inf
 
 
-Count = Annotated[int, Is(lambda it: it >= 0, "is negative")]
-Positive = Annotated[int, Is(lambda it: it > 0, "is not above 0")]
-Pid = Annotated[int, Is(lambda it: 0 < it < 1 << 31, "is no PID")]
-Bank = Annotated[int, Is(lambda it: it in (0, 1), "is no bank")]
-Traceable = Annotated[int, Is(lambda it: 0 <= it <= MAX_TRACED_STEPS, f"is not in 0 to {MAX_TRACED_STEPS}")]
-Share = Annotated[float, Is(lambda it: 0.0 <= it <= 1.0, "is not in [0, 1]")]
-#: Seconds per parameter.
-Rate = Annotated[float, Is(lambda it: 0.0 < it < 1.0, "is not in (0, 1)")]
-Inbox = Annotated[str, Is(lambda it: _INBOX.fullmatch(it) is not None, "is not an inbox name")]
+Count = Annotated[int, Within(0)]
+Positive = Annotated[int, Within(1)]
+Pid = Annotated[int, Within(1, (1 << 31) - 1)]
+Bank = Annotated[int, Within(0, 1)]
+Traceable = Annotated[int, Within(0, MAX_TRACED_STEPS)]
+Share = Annotated[float, Within(0.0, 1.0)]
+#: Seconds per parameter: less than one, and more than none.
+Rate = Annotated[float, Within(math.nextafter(0.0, 1.0), math.nextafter(1.0, 0.0))]
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -56,34 +55,41 @@ class Record:
     """A frozen dataclass whose fields are given by name, and are what they are declared to be."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    _declared: ClassVar[tuple[tuple[str, Is], ...]]
+    _declared: ClassVar[tuple[tuple[str, float, float], ...]]
 
     def __init_subclass__(cls) -> None:
-        dataclass(frozen=True, kw_only=True)(cls)
         hints = get_type_hints(cls, include_extras=True)
-        cls._declared = tuple((field.name, each) for field in fields(cls) for each in _constraints(hints[field.name]))
+        cls._declared = tuple((name, *bounds) for name, hint in hints.items() for bounds in _bounds(hint))
+        if cls._declared or "_check" in vars(cls):
+            cls.__post_init__ = cls._check_all  # type: ignore[attr-defined]
+        dataclass(frozen=True, kw_only=True)(cls)
 
-    def __post_init__(self) -> None:
-        for name, (holds, otherwise) in self._declared:
-            value = getattr(self, name)
-            for each in value if isinstance(value, tuple) else (value,):
-                if each is not None and not holds(each):
-                    raise ValueError(f"{name} {each!r} {otherwise}")
+    def _check_all(self) -> None:
+        values = self.__dict__  # little is called for what is right: messages are made while the device waits
+        for name, least, most in self._declared:
+            value = values[name]
+            for each in value if value.__class__ is tuple else (value,):
+                if each is not None and not least <= each <= most:
+                    raise ValueError(f"{name} {each!r} is not in [{least}, {most}]")
         self._check()
 
     def _check(self) -> None:
         """Raise ValueError unless the fields fit each other."""
 
 
-def _constraints(hint: Any) -> Iterator[Is]:
+def _bounds(hint: Any) -> Iterator[Within]:
     yield from getattr(hint, "__metadata__", ())
     for inner in get_args(hint):
-        yield from _constraints(inner)
+        yield from _bounds(inner)
 
 
 def _require(condition: bool, sentence: str) -> None:
     if not condition:
         raise ValueError(sentence)
+
+
+def _require_inbox(name: str) -> None:
+    _require(_INBOX.fullmatch(name) is not None, f"{name!r} is not an inbox name")
 
 
 class Message(Record):
@@ -106,8 +112,11 @@ class Hello(Message, by="trainer optimizer"):
     """
 
     pid: Pid
-    inbox: Inbox
+    inbox: str
     attempt: Count = 0
+
+    def _check(self) -> None:
+        _require_inbox(self.inbox)
 
 
 class Welcome(Message, by="coordinator"):
@@ -208,7 +217,7 @@ class LayerTable(Message, by="trainer coordinator"):
     """
 
     layers: tuple[Layer, ...]
-    inbox: Inbox
+    inbox: str
     device: str
     policy: str
     objective: str
@@ -234,6 +243,7 @@ class LayerTable(Message, by="trainer coordinator"):
     def _check(self) -> None:
         numbers = list(range(len(self.layers)))
         _require(len(numbers) > 0, "a layer table needs a layer")
+        _require_inbox(self.inbox)
         _require([layer.lid for layer in self.layers] == numbers, "layer IDs must be 0, 1, 2, … in the table's order")
         positions = sorted(layer.position for layer in self.layers)
         _require(positions == numbers, "positions must be a permutation of 0, 1, 2, …")
