@@ -31,8 +31,6 @@ from workers.planning.mode import Mode
 from workers.planning.room import Room
 from workers.planning.tried import Tried
 
-#: What a record has as it is in the trainer's report.
-REPORTED: Final = ("wall_time", "at_s", "step_s", "stall_s", "k", "to_device_bytes", "to_host_bytes")
 #: Why layers stay where they are, whatever they should do.
 NO_PLAN: Final = "no plan fits"
 #: Beside training, the CPU's updates take so many times as long as in its calibration. Measured on H200 hosts: 1.2 to
@@ -335,12 +333,13 @@ class Planning:
 
     def record(self, report: m.TrainerReport) -> dict[str, Any]:
         """A step's record for metrics.jsonl. `cpu_busy_s` is of the step before: the CPU may still work on this one."""
+        as_reported = ("wall_time", "at_s", "step_s", "stall_s", "k", "to_device_bytes", "to_host_bytes")
         several = {} if self.table.world == 1 else {"rank": self.table.rank, "gather_s": report.gather_s}
         news, self._came = {} if self._came is None else {"reason": self._came}, None
         return {
             **several,
             "step": report.number,
-            **{name: getattr(report, name) for name in REPORTED},
+            **{name: getattr(report, name) for name in as_reported},
             "cpu_busy_s": self.measured.cpu_busy_s(report.step - 1),
             "threads": self.measured.threads,
             "gpu_layers": len(report.places.gpu),
