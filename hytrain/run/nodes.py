@@ -40,7 +40,7 @@ class Nodes:
         self._token, self._rank = ranks.gather(secrets.token_hex(16))[0], ranks.rank
         self._store: Any = self._joined() if self._rank == 0 or 0 not in ranks.node else None
         there = ranks.gather(self._store is not None)
-        self._keys = [self._key(rank) for rank, is_there in enumerate(there) if is_there and rank not in ranks.node]
+        self._keys = [self._key(rank) for rank, is_there in enumerate(there) if rank and is_there]  # of other machines
         if self._store is not None:
             self._thread = threading.Thread(target=self._exchange, name="hytrain-nodes", daemon=True)
             self._thread.start()

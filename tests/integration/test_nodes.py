@@ -67,42 +67,54 @@ def test_the_first_machine_shows_all_ranks(machines: tuple[Machine, Machine], tm
         Path(each["TMPDIR"]).rmdir()
 
 
-def told(is_lost: bool) -> list[list[str]]:
-    """What rank 0 hears of rank 1, which is on another machine; or nothing, if the store is lost meanwhile."""
+def apart() -> Nodes:
+    """Of a job whose ranks are on a machine each."""
     ranks = Ranks.of_job()
-    nodes, heard = Nodes(replace(ranks, node=(ranks.rank,))), queue.SimpleQueue[NodeStatus]()
+    return Nodes(replace(ranks, node=(ranks.rank,)))
+
+
+def status(record: str) -> RankStatus:
+    return RankStatus(rank=dist.get_rank(), world=2, host="", record=record, cores="", gather_s=None)
+
+
+def told() -> list[list[str]]:
+    """What rank 0 hears, until it has heard the last that rank 1 tells, which is something else each time."""
+    nodes, heard, found = apart(), queue.SimpleQueue[NodeStatus](), list[list[str]]()
     try:
-        dist.barrier()
-        if is_lost:
-            nodes._store = None
-        found = list[list[str]]()
         for record in ('{"step": 1}', '{"step": 2}'):
-            own = RankStatus(rank=ranks.rank, world=2, host="", record=record, cores="", gather_s=None)
-            nodes.tell(own, heard.put)
-            if is_lost:
-                assert nodes._thread is not None
-                nodes._thread.join(DEADLINE_S)  # it ends with a line in the log
-            while ranks.rank == 0 and not is_lost and [record] not in found:
-                if (news := [one.record for one in heard.get(timeout=DEADLINE_S).ranks]) not in found:
-                    found.append(news)
-                nodes.tell(own, heard.put)
+            nodes.tell(status(record), heard.put)
+            while dist.get_rank() == 0 and [record] not in found:
+                news = heard.get(timeout=DEADLINE_S).ranks
+                assert all(rank.rank == 1 for rank in news)
+                if (records := [rank.record for rank in news]) not in found:
+                    found.append(records)
+                nodes.tell(status(record), heard.put)
             dist.barrier()
-        assert all(rank.rank == 1 for news in iter_all(heard) for rank in news.ranks)
         return found
     finally:
         nodes.close()
 
 
-def iter_all(heard: queue.SimpleQueue[NodeStatus]) -> Iterator[NodeStatus]:
-    while not heard.empty():
-        yield heard.get()
-
-
 def test_the_first_rank_hears_of_the_others(two_ranks: RankGroup) -> None:
     """Their newest status counts; before there is one, they are not known."""
-    first, second = two_ranks.run(told, False)
-    assert [news for news in first if news] == [['{"step": 1}'], ['{"step": 2}']] and second == []
+    first, second = two_ranks.run(told)
+    assert [records for records in first if records] == [['{"step": 1}'], ['{"step": 2}']] and second == []
 
 
-def test_a_lost_store_ends_nothing(two_ranks: RankGroup) -> None:
-    assert two_ranks.run(told, True) == [[], []]
+def lost() -> tuple[int, int]:
+    """How many errors are told if the store is lost, however often a status is, and what is heard."""
+    nodes, heard, errors = apart(), list[NodeStatus](), list[Exception]()
+    try:
+        nodes._store, nodes._fails = None, errors.append  # type: ignore[method-assign]
+        assert nodes._thread is not None
+        nodes.tell(status("{}"), heard.append)
+        nodes._thread.join(DEADLINE_S)
+        nodes.tell(status("{}"), heard.append)
+        dist.barrier()
+        return len(errors), len(heard)
+    finally:
+        nodes.close()
+
+
+def test_a_lost_store_is_a_line_in_the_log(two_ranks: RankGroup) -> None:
+    assert two_ranks.run(lost) == [(1, 0), (1, 0)]
