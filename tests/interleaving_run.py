@@ -141,7 +141,8 @@ class Run:
 
     def _make_engine(self) -> engine.Engine:
         parts: Any = {"link": self.link, "plans": self.book, "transfers": self.streams}
-        parts |= {"host": Device(self.world, self.streams), "options": random_options(self.rng)}
+        options = random_options(self.rng)
+        parts |= {"host": Device(self.world, self.streams), "options": options}
         parts |= {
             "read_groups": lambda: (HYPER,),
             "gpu_room": lambda: None,
@@ -153,7 +154,7 @@ class Run:
         made = engine.Engine(
             self.layers,
             self.parameters,
-            accumulation=Accumulation(1, Timing("backward")),
+            accumulation=Accumulation(1, Timing(options.updates_on(1))),
             ranks=Ranks(),
             counted=counted,
             **parts,
@@ -304,5 +305,5 @@ def table_of(layers: list[TrainedLayer], blocks: tuple[tuple[int, ...], ...] = (
 def random_options(rng: random.Random) -> Options:
     """Most runs overlap updates with backward."""
     overlap = rng.random() < 0.85
-    sums = {"accumulate_on": "device", "overlap": overlap}
+    sums = {"accumulate_on": "device", "overlap": overlap, "updates": "backward"}
     return Options.of(ADAMW, {"policy": "random", "max_grad_norm": 1.0, "on_nonfinite": "skip", **sums})

@@ -293,7 +293,10 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     "reads the first bank": ([(RoundTrip, "on_weights_ready", reads_the_first_bank)], "I1: the copy of an update"),
     "hands over the first bank": ([(Moving, "start", hands_over_the_first_bank)], "I1|I3"),
     "takes over the first bank": ([(UpdateQueue, "take_over", takes_over_the_first_bank)], "I1"),
-    "overwrites gradients": ([NO_WAIT, UNGUARDED, (World, "reading", lambda *arguments: nothing)], "I1|I2"),
+    "overwrites gradients": (
+        [NO_WAIT, UNGUARDED, (World, "reading", lambda *arguments: nothing)],
+        "I1|I2|handover to .* while",
+    ),
     "copies weights unasked": (UNASKED, "I1|I2"),
     "hands over while updating": ([NO_PATIENCE], "handover to (.pu|visit) while|started with"),
     "hands over while updating, unguarded": ([NO_PATIENCE, PLACED], "while|I2|I3|started with"),
