@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, NoReturn, Self
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
@@ -64,20 +64,34 @@ def _advice(operation: str, into_gradient: bool) -> str:
     return _ADVICE["change" if into_gradient else "read"]
 
 
-class ConsumedGradient(torch.Tensor):
-    """A gradient that HyTrain has consumed. `find` returns a copy of what this stands for, or None if it is gone."""
+def refuse(sentence: str) -> NoReturn:
+    """Raise `UsageError`. If that ends a backward, torch's would have gone on."""
+    if (task := torch._C._current_graph_task_id()) != -1:
+        ConsumedGradient.refused_in = task
+    raise UsageError(sentence)
 
+
+class ConsumedGradient(torch.Tensor):
+    """A gradient that HyTrain has consumed. `find` returns a copy of what this stands for, or None if it is gone.
+
+    `refused_in`: the last backward in which something was refused, by autograd's number; -1 if there was none.
+    """
+
+    refused_in: ClassVar[int] = -1
     find: Callable[[ConsumedGradient], torch.Tensor | None]
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, find: Callable[[ConsumedGradient], torch.Tensor | None]) -> Self:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device, strides=parameter.stride()
-        )
+    def __new__(
+        cls, parameter: torch.Tensor, find: Callable[[ConsumedGradient], torch.Tensor | None], **options: Any
+    ) -> Self:
+        options = {"dtype": parameter.dtype, "device": parameter.device, "strides": parameter.stride(), **options}
+        made = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, **options)
         made.find = find
         return made
 
-    def __init__(self, parameter: torch.Tensor, find: Callable[[ConsumedGradient], torch.Tensor | None]) -> None:
+    def __init__(
+        self, parameter: torch.Tensor, find: Callable[[ConsumedGradient], torch.Tensor | None], **options: Any
+    ) -> None:
         super().__init__()
 
     @classmethod
@@ -94,18 +108,21 @@ class ConsumedGradient(torch.Tensor):
             if all(value is not None for value in values.values()):
                 args, kwargs = tree_map(lambda each: values.get(id(each), each), (args, kwargs or {}))
                 return func(*args, **kwargs)
+        if func is _aten._to_copy.default:  # as `model.half()` does it, which sets it as the `.data` of this one
+            options = {name: (kwargs or {}).get(name) or getattr(args[0], name) for name in ("dtype", "device")}
+            return cls(args[0], args[0].find, **options)
         operation = func.overloadpacket.__name__
         advice = _advice(operation, into_gradient=bool(args) and isinstance(args[0], cls))
-        raise UsageError(f"{operation} on a gradient that HyTrain has already consumed: {advice}")
+        refuse(f"{operation} on a gradient that HyTrain has already consumed: {advice}")
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise UsageError(CONSUMED)
+        refuse(CONSUMED)
 
     numpy = data_ptr = __array__ = __dlpack__ = __reduce_ex__ = _refuse
 
     def _read(self) -> torch.Tensor:
         if (value := self.find(self)) is None:
-            raise UsageError(CONSUMED)
+            refuse(CONSUMED)
         return value
 
     def tolist(self) -> Any:

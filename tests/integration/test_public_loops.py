@@ -1061,6 +1061,21 @@ def nanochat(make: Any) -> Found:
 
 
 @loop
+def evaluated_in_half_precision(make: Any) -> Found:
+    """The model is converted late and comes back, with the gradients of the last step."""
+    model = mlp(WIDTH, WIDTH, 16)
+    opt, seen = make(model), []
+    for step in range(STEPS):
+        seen.append(update(opt, functional.cross_entropy(model(noise(step)), classes(step))))
+        if step > 1:
+            model.half()
+            with torch.no_grad():
+                seen.append(model(noise(99).half()).argmax(1).tolist())
+            model.float()
+    return seen, [model]
+
+
+@loop
 def ddpg_in_torchs_order(make: Any) -> Found:
     """The actor's loss goes through the critic, whose gradients of it are dropped by its next `zero_grad()`."""
     actor, critic = mlp(WIDTH, WIDTH, 16), mlp(16, WIDTH, 16, seed=1)
