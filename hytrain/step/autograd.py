@@ -1,8 +1,12 @@
-"""What autograd is doing in this thread."""
+"""What autograd is doing."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Final
 
@@ -25,3 +29,32 @@ def inside_reentrant_checkpoint() -> bool:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
+
+
+class Running:
+    """The backward that this thread runs, for as long as autograd has it.
+
+    `at_end` is called when all of its gradients are computed, after what others have queued in it: FSDP2's roots reduce
+    there. It is not called if the backward raises, and not in a compiled one (compiled autograd): then autograd only
+    drops it.
+    """
+
+    def __init__(self, at_end: Callable[[], None]) -> None:
+        callback = partial(_queue, at_end)
+        self._is_over = threading.Event()
+        self._callback = weakref.ref(callback, lambda _: self._is_over.set())
+        _queue(callback)
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over.is_set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when it is over: a thread of autograd may have it for a moment longer than the one that called it."""
+        self._is_over.wait(timeout_s)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _queue(call: Callable[[], None]) -> None:
+    """Call it when all gradients of the present backward are computed, after the calls that were queued before."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)

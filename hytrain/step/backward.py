@@ -10,8 +10,7 @@ computed by another process, or reduced outside of autograd, as pipelines do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, cast
 
 import torch
@@ -19,10 +18,11 @@ from torch import Tensor
 
 from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.memory.transfer import TURN_BYTES, Transfer
+from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.summed import summed
 from hytrain.model.trained import TrainedLayer, TrainedParameter, first_consumed, with_gradients
 from hytrain.model.watched import unwatched
-from hytrain.step.autograd import REENTRANT, inside_reentrant_checkpoint
+from hytrain.step.autograd import REENTRANT, Running, in_backward, inside_reentrant_checkpoint
 from hytrain.step.commit import Commit
 from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
@@ -43,9 +43,11 @@ class Backward:
         self._health, self._meter, self._offload = common.health, common.meter, common.offload
         self._verdicts, self._accumulation, self._kept = common.verdicts, common.accumulation, common.kept
         self._trip, self._commit, self._reads = trip, commit, reads
-        self._ends_by_itself = True  # autograd calls `end`
+        self._ends_by_itself = True  # autograd calls `end`, or drops the backward
+        self._running: Running | None = None  # until `end` is called; None if a gradient was lost
         self._task: int | None = None  # autograd's number of the whole backward, if it has one
         self._summed_later: dict[TrainedParameter, None] = {}
+        self._health.end_dropped = self.end_dropped
 
     def on_gradient(self, parameter: TrainedParameter, tensor: Tensor) -> None:
         """Take the complete gradient of `tensor`, which is the parameter.
@@ -58,6 +60,7 @@ class Backward:
             health.check()
         if tensor.grad is None:
             return
+        self.end_dropped()
         if life.state not in IN_BACKWARD:
             self._begin_or_leave_none(parameter, tensor)
         elif sentence := _why_not(parameter, tensor.grad):
@@ -74,12 +77,16 @@ class Backward:
         parameter.backward = life.backward
         if not parameter.awaited:
             self._reads.meet_uncovered(parameter)
-        if life.state is State.SUMMING:
-            if self._accumulation.timing.may_be_last:
-                self._measure(dict.fromkeys([layer for layer, _ in parameter.places]), whole=True)
-            self._accumulation.add(parameter)
-        else:
-            self._trip.take(parameter, tensor)
+        try:
+            if life.state is State.SUMMING:
+                if self._accumulation.timing.may_be_last:
+                    self._measure(dict.fromkeys([layer for layer, _ in parameter.places]), whole=True)
+                self._accumulation.add(parameter)
+            else:
+                self._trip.take(parameter, tensor)
+        except BaseException:
+            self._running = None  # the gradient may be lost
+            raise
         if parameter.block is not None:
             self._offload.had_gradient(parameter.block, life.backward)
 
@@ -109,11 +116,14 @@ class Backward:
         if not life.ended:
             self._accumulation.begin_step(life.step, keeps=self._keeps_gradients(parameter))
         scaling = self._verdicts.loss_scale
-        if inside_reentrant_checkpoint() and not self._accumulation.timing.in_step:
+        is_reentrant = inside_reentrant_checkpoint()
+        if is_reentrant and not self._accumulation.timing.in_step:
             raise UsageError("reentrant activation checkpointing: pass use_reentrant=False to checkpoint()")
         if scaling is not None and not scaling.claim():
             raise UsageError("a backward from a loss that was not scaled since step(): opt.scale(loss).backward()")
         first, last = life.ended == 0, self._accumulation.begin(life.ended)
+        if is_reentrant:
+            self._accumulation.timing.saw("begins backward in a reentrant checkpoint")
         if first and (left := first_consumed(self._parameters)) is not None:
             raise UsageError(_LEFT.format(left.name))
         event = Event.BEGIN_LAST if last else Event.BEGIN
@@ -126,11 +136,9 @@ class Backward:
         if not (first and self._accumulation.timing.may_be_last):
             self._meter.turn()
         self._summed_later.clear()
-        task = torch._C._current_graph_task_id()
-        self._ends_by_itself = task != -1
-        self._task = task if self._ends_by_itself else None
-        if self._ends_by_itself:
-            _queue(partial(_queue, self.end))  # after what others queue in this backward: FSDP2's roots reduce there
+        self._ends_by_itself = in_backward()
+        self._running = Running(self.end) if self._ends_by_itself else None
+        self._task = torch._C._current_graph_task_id() if self._ends_by_itself else None
 
     def _keeps_gradients(self, parameter: TrainedParameter) -> bool:
         """Whether the loop has kept gradients of the last step, to which a backward adds that begins with this one."""
@@ -146,7 +154,7 @@ class Backward:
         With `by_step`, `step()` has begun the updates: gradients stay in `p.grad`, as in torch.
         """
         life = self._health.life
-        self._task, later, self._summed_later = None, self._summed_later, {}
+        self._running, self._task, later, self._summed_later = None, None, self._summed_later, {}
         with unwatched():
             for parameter in later:
                 self.on_gradient(parameter, parameter.parameter)
@@ -163,6 +171,19 @@ class Backward:
     def end_outside(self) -> None:
         """`step()` ends the backward if gradients were reduced outside of autograd, as pipelines do."""
         if self._health.life.state in IN_BACKWARD and not self._ends_by_itself:
+            self.end()
+
+    def end_dropped(self, wait_s: float = 0.0) -> None:
+        """End a backward that autograd has dropped: it has raised, or was compiled.
+
+        It leaves what it leaves in torch: the gradients that it has computed. Waits so long for another thread.
+        """
+        running = self._running
+        if running is None or self._task == ConsumedGradient.refused_in:
+            return
+        if wait_s and not in_backward():
+            running.wait(wait_s)
+        if running.is_over and running is self._running:
             self.end()
 
     def begin_by_hand(self) -> None:
@@ -222,12 +243,6 @@ class Backward:
                     self._accumulation.add_from_elsewhere(parameter, copy)
         self.end_outside()
         return arrival
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _queue(call: Callable[[], None]) -> None:
-    """Call it when all gradients of the present backward are computed, after the calls that were queued before."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _why_not(parameter: TrainedParameter, gradient: Tensor) -> str | None:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import Final, NoReturn
 
 from hytrain.errors import ClusterTimeout, HyTrainError, UsageError
-from hytrain.step.life import Event, State, StepLife
+from hytrain.model.consumed import refuse
+from hytrain.step.life import IN_BACKWARD, Event, State, StepLife
 from hytrain.step.timing import SEEN, Timing
 
 LOOK_S: Final = 1.0
@@ -29,6 +30,8 @@ class Health:
         self.timing, self._updater, self._timeout_s = timing, updater, timeout_s
         self.waits_for = ""  # what the user's thread is waiting for, in words
         self.life = StepLife()
+        #: Ends a backward that autograd has dropped; waits for so many seconds if another thread may be dropping it.
+        self.end_dropped: Callable[[float], None] = lambda wait_s: None
         self.changed = threading.Condition()
         self.failure: HyTrainError | None = None  # the first one
 
@@ -44,8 +47,10 @@ class Health:
     def require(self, event: Event, **facts: object) -> None:
         """Raise `UsageError` unless the step's life allows `event` now. `facts` fill in the sentence."""
         self.check()
+        if self.life.state in IN_BACKWARD:
+            self.end_dropped(LOOK_S)
         if (refusal := self.life.refusal(event)) is not None:
-            raise UsageError(refusal.sentence.format(**facts))
+            refuse(refusal.sentence.format(**facts))
         if self.life.state is State.SUMMED and event in SEEN:
             self.timing.saw(SEEN[event])
 

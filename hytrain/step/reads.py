@@ -163,6 +163,11 @@ class Reads:
                 return False
         return True
 
+    def note_mode(self, training: bool) -> None:
+        """The whole model is about to compute, in training mode or in evaluation mode."""
+        if torch.is_grad_enabled() and not in_backward():
+            self._health.timing.training = training
+
     def enter_root(self) -> None:
         """The whole model is about to compute."""
         self._in_root = True

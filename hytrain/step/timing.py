@@ -5,6 +5,8 @@ it does nothing there   ─▶ in backward from then on, and they overlap with i
 it does something       ─▶ in step(): gradients are in `p.grad` until then, and can be read and written
 
 Two, because a loop with several optimizers may drop in one step what another's backward has left after the step before.
+It is learned of the model's two modes by themselves: a loop may train in training mode, and in evaluation mode compute
+gradients that it looks at and drops.
 """
 
 from __future__ import annotations
@@ -36,21 +38,45 @@ LEARNED_IN: Final = 2
 _log = logging.getLogger(__name__)
 
 
+class _Habit:
+    """What a loop does in one of the model's modes: what was `seen`, in which `steps`, and what was learned of that.
+
+    `is_late`: something was seen when that was learned already.
+    """
+
+    def __init__(self, updates: str) -> None:
+        self.in_step = updates != "backward"
+        self.learns = updates == "auto"
+        self.seen, self.is_late = "", False
+        self.steps = set[int]()
+
+
 class Timing:
     """`updates` is the option: "backward", "step", or "auto", which learns it.
 
+    `training`: the mode in which the model was entered last, to make a graph.
     `may_be_last`: no more backwards were announced than the last one, whose updates may begin in it. What a loop does
     before others is no habit. `norms`: the operator with which it takes norms of gradients, once it has.
     """
 
     def __init__(self, updates: str) -> None:
         self.may_be_last = False
-        self.in_step = updates != "backward"
-        self.learns = updates == "auto"
+        self.training = True
         self.norms: Any = None
-        self._seen = ""
-        self._late, self._is_learned = False, updates == "auto"
+        self._updates = updates
+        self._habits = {training: _Habit(updates) for training in (True, False)}
+        self._now = self._habits[True]  # of the step's mode
         self._factor: tuple[Tensor, int, Tensor] | None = None  # with its version, and a copy
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the updates of a step like this one begin in `step()`."""
+        return self._now.in_step
+
+    @property
+    def learns(self) -> bool:
+        """Whether that is still to be learned."""
+        return self._now.learns
 
     def same(self, factor: Tensor) -> Tensor:
         """A copy of the loop's factor: the same one until the loop writes it, which it may do after using it."""
@@ -64,25 +90,31 @@ class Timing:
 
     def saw(self, what: str, *, after_step: bool = False) -> None:
         """The loop has done something between a backward and `step()`, or `after_step` with that step's gradients."""
-        if self.learns and (self.may_be_last or after_step):
-            self._seen = what if self._seen in ("", NORMS) else self._seen
+        habit = self._now
+        if habit.learns and (self.may_be_last or after_step):
+            habit.seen = what if habit.seen in ("", NORMS) else habit.seen
 
     def is_late(self, what: str) -> None:
         """The loop does something between backward and `step()` for the first time, where updates begin in backward."""
-        if self._is_learned and not self._late:
-            self._late = True
+        if self._updates == "auto" and not self._now.is_late:
+            self._now.is_late = True
             _log.warning("this loop %s before step(), for the first time: updates begin in step() from now on", what)
 
     def begin_step(self, step: int) -> bool:
         """The first backward of `step`, counted from 0, begins. Returns whether it has been learned just now."""
-        self.in_step |= self._late
-        if not self.learns or step < LEARNED_IN:
+        habit = self._now = self._habits[self.training]
+        habit.in_step |= habit.is_late
+        if not habit.learns:
             return False
-        self.learns, self.in_step = False, bool(self._seen)
-        if self._seen:
-            cure = CURES.get(self._seen)
+        if step in habit.steps or len(habit.steps) < LEARNED_IN:
+            habit.steps.add(step)
+            return False
+        habit.learns, habit.in_step = False, bool(habit.seen)
+        where = "this loop" if self.training else "in evaluation mode, this loop"
+        if habit.seen:
+            cure = CURES.get(habit.seen)
             hint = f"; {cure} lets them begin in backward, which takes less GPU memory" if cure else ""
-            _log.info("this loop %s before step(): updates begin in step()%s", self._seen, hint)
+            _log.info("%s %s before step(): updates begin in step()%s", where, habit.seen, hint)
         else:
-            _log.info("this loop does nothing between backward and step(): updates begin in backward")
+            _log.info("%s does nothing between backward and step(): updates begin in backward", where)
         return True

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hytrain.errors import HyTrainError, UsageError
 from hytrain.model import graphs
+from hytrain.model.consumed import refuse
 from hytrain.model.trained import TrainedParameter
 from hytrain.step.autograd import in_backward
 from hytrain.step.blocks import Blocks
@@ -104,6 +105,8 @@ class Uses:
     def _may_use(self, known: TrainedParameter) -> bool:
         """Whether a parameter can be used now; False while an error is handled. Raises what `use` does."""
         life = self._health.life
+        if life.state in IN_BACKWARD:
+            self._health.end_dropped(0.0)
         if life.state is State.SUMMED:
             self._health.timing.saw(SEEN[Event.OUTSIDE])
         if known.step != life.step:
@@ -112,7 +115,7 @@ class Uses:
         if life.state in IN_BACKWARD:
             if cleans_up:
                 return False
-            raise UsageError(
+            refuse(
                 f"{known.name} is used while backward runs, which has updated it already: use it before, or after "
                 "opt.step()"
             )

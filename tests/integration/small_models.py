@@ -5,6 +5,7 @@ Transformers is imported where it is needed, as that takes as long as many a tes
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -160,6 +161,21 @@ def square_loss(model: nn.Module, step: int) -> Tensor:
     x = vectors(step, dtype=next(model.parameters()).dtype)
     loss: Tensor = (model(x) - x.sin()).float().square().mean()
     return loss
+
+
+def fails_in_backward(model: Any) -> None:
+    """Its backward raises between the gradients of the last block and those of the first."""
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise MemoryError("out of memory, say")
+
+    x = model[0](vectors(0, dtype=next(model.parameters()).dtype))
+    x.register_hook(fail)
+    for block in list(model)[1:]:
+        x = block(x)
+    with suppress(MemoryError):
+        x.square().mean().backward()
+        raise AssertionError("backward has not raised")
 
 
 def behind_frozen() -> nn.Sequential:

@@ -13,8 +13,9 @@ from typing import Any, cast
 import pytest
 import torch
 from helpers import adamw, on_waiting, process, same_as_torch, seed
-from small_models import perceptron, vectors
+from small_models import perceptron, square_loss, vectors
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -262,3 +263,24 @@ def test_evaluation_that_is_compiled_between_backward_and_step_is_refused_in_wor
                 compiled(tokens(1))
         opt.step()
         compiled(tokens(1))
+
+
+@pytest.mark.parametrize("updates", ["step", "auto"])
+def test_a_compiled_backward(updates: str) -> None:
+    """Compiled autograd never calls what was queued for the end of backward."""
+    backwards = 1 if updates == "auto" else 2
+
+    def run(model: nn.Module, opt: Any) -> list[float]:
+        seen = []
+        for number in range(4):
+            for part in range(backwards):
+                loss = square_loss(model, backwards * number + part)
+                with compiled_autograd._enable(torch.compile(backend="eager")):
+                    loss.backward()
+                seen.append(loss.item())
+            seen += [parameter.sum().item() for parameter in model.parameters()] if updates == "step" else []
+            opt.step()
+            opt.zero_grad()
+        return seen
+
+    same_as_torch(run, perceptron, k=0.5, updates=updates)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from helpers import (
     wait_for_coordinator,
     weights,
 )
-from small_models import perceptron, square_loss, vectors
+from small_models import fails_in_backward, perceptron, square_loss, vectors
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hytrain
 from hytrain.algorithms import ADAMW
@@ -214,6 +216,36 @@ def drops_a_gradient(model: nn.Module, opt: Any, number: int) -> object:
     opt.step()
     opt.zero_grad()
     return loss
+
+
+@loop("drops gradients")
+def goes_on_after_an_exception(model: nn.Module, opt: Any, number: int) -> object:
+    """In every second backward."""
+    if number % 2:
+        fails_in_backward(model)
+        opt.zero_grad()
+        return number
+    return plain(model, opt, number)
+
+
+@loop("uses gradients")
+def takes_what_an_exception_has_left(model: nn.Module, opt: Any, number: int) -> object:
+    (fails_in_backward if number % 2 else partial(backward, number=number))(model)
+    norms = [gradient.norm().item() for gradient in gradients(model)]
+    norms += [gradient.sum().item() for gradient in gradients(model)]
+    opt.step()
+    opt.zero_grad()
+    return norms
+
+
+@loop("begins backward in a reentrant checkpoint")
+def checkpoints_the_whole_model(model: nn.Module, opt: Any, number: int) -> object:
+    made = checkpoint(model, vectors(number, dtype=next(model.parameters()).dtype).requires_grad_(), use_reentrant=True)
+    loss: Tensor = made.square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.item()
 
 
 @loop("uses gradients")
@@ -554,6 +586,49 @@ def test_updates_begin_in_the_last_of_backwards_that_were_announced(
             opt.step()
             opt.zero_grad()
     assert [line for line in caplog.messages if "does nothing between backward and step()" in line]
+
+
+def test_updates_that_began_before_an_exception_are_made_in_step(gate: threading.Event) -> None:
+    """With the gradients that have come, as in torch."""
+
+    def run(model: nn.Module, opt: Any) -> None:
+        for number in range(4):
+            (fails_in_backward if number % 2 else partial(backward, number=number))(model)
+            opt.step()
+            opt.zero_grad()
+        gate.set()
+
+    for options in ({}, {"grad_accumulation": 2}):
+        same_as_torch(run, perceptron, updates="backward", k=0.5, **options)
+
+
+def test_each_mode_of_the_model_is_learned_by_itself(gate: threading.Event, caplog: pytest.LogCaptureFixture) -> None:
+    """Between training steps, the loop computes gradients in evaluation mode, for the input's; later it trains so."""
+
+    def run(model: nn.Module, opt: Any) -> list[Any]:
+        found = []
+        for number in range(5):
+            plain(model, opt, number)
+            model.eval()
+            for _ in range(2):
+                x = vectors(50 + number).requires_grad_()
+                model(x).square().mean().backward()
+                assert x.grad is not None
+                found.append(x.grad.tolist())
+            opt.zero_grad()
+            model.train()
+        model.eval()
+        for number in range(3):
+            plain(model, opt, number)
+        gate.set()
+        return found
+
+    with caplog.at_level("INFO", logger="hytrain.step.timing"):
+        same_as_torch(run, perceptron, k=0.5)
+    assert caplog.messages == [
+        "this loop does nothing between backward and step(): updates begin in backward",
+        "in evaluation mode, this loop uses weights before step(): updates begin in step()",
+    ]
 
 
 @pytest.mark.gpu
