@@ -130,7 +130,7 @@ class _Sum:
     def take(self) -> Tensor:
         """The sum, shape (numel,), in storage order. Raises `UsageError` if an update has consumed it."""
         total = self._found(self.sums.take)
-        self.factor = None
+        self.factor, self._norm = None, (None, None)
         return total
 
     def peek(self) -> Tensor:
@@ -164,7 +164,7 @@ def _multiply(scaled: Iterable[_Sum]) -> None:
             torch._foreach_mul_([total.unscaled() for total in there], factor)
         for total in totals:
             if total.sums.on_device:
-                total.factor = None
+                total.factor, total._norm = None, (None, None)
             else:
                 total.put(total.take())
 

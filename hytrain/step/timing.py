@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from hytrain.step.life import Event
@@ -79,13 +80,22 @@ class Timing:
         return self._now.learns
 
     def same(self, factor: Tensor) -> Tensor:
-        """A copy of the loop's factor: the same one until the loop writes it, which it may do after using it."""
-        if self._factor is not None:  # which is kept, so that no other one has its address
+        """A copy of the loop's factor: the same one until the loop writes it, which it may do after using it.
+
+        On a CPU that is seen by its bits: autograd does not count all writes. A device is not waited for.
+        """
+        if factor.is_inference() and not factor.is_cpu:
+            return factor.clone()
+        if self._factor is not None:  # whose memory is kept, so that no other one has its address
             known, seen, copy = self._factor
-            if same_address(known, factor) and (seen, copy.dtype) == (version(factor), factor.dtype):
+            if copy.dtype == factor.dtype and (
+                _bits_are_equal(copy, factor)
+                if factor.is_cpu
+                else same_address(known, factor) and seen == version(factor)
+            ):
                 return copy
         copy = factor.clone()
-        self._factor = factor, version(factor), copy
+        self._factor = factor.detach(), 0 if factor.is_cpu else version(factor), copy
         return copy
 
     def saw(self, what: str, *, after_step: bool = False) -> None:
@@ -118,3 +128,8 @@ class Timing:
         else:
             _log.info("%s does nothing between backward and step(): updates begin in backward", where)
         return True
+
+
+def _bits_are_equal(one: Tensor, other: Tensor) -> bool:
+    """Of two numbers of one dtype."""
+    return torch.equal(one.reshape(1).view(torch.uint8), other.reshape(1).view(torch.uint8))

@@ -109,6 +109,39 @@ def clips_by_hand(model: nn.Module, opt: Any, number: int) -> object:
 
 
 @loop("scales gradients")
+def clips_between_two_steps(model: nn.Module, opt: Any, number: int) -> object:
+    """With the gradients of one backward, whose norms are others after the first."""
+    backward(model, number)
+    norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()]
+    opt.step()
+    opt.step()
+    norms += [gradient.norm().item() for gradient in gradients(model)]
+    norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+    opt.step()
+    opt.zero_grad()
+    return norms
+
+
+@loop("scales gradients")
+def scales_by_an_array(model: nn.Module, opt: Any, number: int) -> object:
+    """Which is written for each gradient, and autograd does not count that. Then by a number of inference mode."""
+    backward(model, number)
+    given = gradients(model)
+    factor = torch.ones((), dtype=torch.float32)
+    array = factor.numpy()
+    for index, gradient in enumerate(given if given[0].dtype == torch.float32 else []):
+        array[...] = 0.1 * (index // 3 + 1)
+        gradient.mul_(factor)
+    with torch.inference_mode():
+        half = torch.tensor(0.5, dtype=given[0].dtype)
+    for gradient in given:
+        gradient.mul_(half)
+    opt.step()
+    opt.zero_grad()
+    return number
+
+
+@loop("scales gradients")
 def scales_some(model: nn.Module, opt: Any, number: int) -> object:
     """Each by another number, one of them twice, one not at all; and one step adds to what was scaled."""
     backward(model, number)
