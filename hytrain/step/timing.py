@@ -26,6 +26,9 @@ SEEN: Final = {Event.OUTSIDE: "uses weights", Event.LOAD: "saves or loads", Even
 #: What it does that needs no more of gradients than one number each.
 NORMS: Final = "takes norms of gradients"
 
+#: What says less than what is seen after it: a loop that calls backward twice has called the model, too.
+LESS: Final = (NORMS, SEEN[Event.OUTSIDE])
+
 #: The options that make it unnecessary.
 CURES: Final = {
     "scales gradients": "max_grad_norm in place of clip_grad_norm_",
@@ -102,7 +105,7 @@ class Timing:
         """The loop has done something between a backward and `step()`, or `after_step` with that step's gradients."""
         habit = self._now
         if habit.learns and (self.may_be_last or after_step):
-            habit.seen = what if habit.seen in ("", NORMS) else habit.seen
+            habit.seen = what if habit.seen in ("", *LESS) else habit.seen
 
     def is_late(self, what: str) -> None:
         """The loop does something between backward and `step()` for the first time, where updates begin in backward."""

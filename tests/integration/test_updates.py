@@ -168,7 +168,7 @@ def clips_parts(model: nn.Module, opt: Any, number: int) -> object:
     return number
 
 
-@loop("uses weights")
+@loop("calls backward several times")
 def norms_of_sums(model: nn.Module, opt: Any, number: int) -> object:
     """After each of two backwards, and of what it has added besides."""
     norms = []
@@ -195,7 +195,7 @@ def adds_noise(model: nn.Module, opt: Any, number: int) -> object:
     return number
 
 
-@loop("uses weights")
+@loop("calls backward several times")
 def sums(model: nn.Module, opt: Any, number: int) -> object:
     losses = [backward(model, 3 * number + part) for part in range(3)]
     opt.step()
@@ -660,7 +660,8 @@ def test_each_mode_of_the_model_is_learned_by_itself(gate: threading.Event, capl
         same_as_torch(run, perceptron, k=0.5)
     assert caplog.messages == [
         "this loop does nothing between backward and step(): updates begin in backward",
-        "in evaluation mode, this loop uses weights before step(): updates begin in step()",
+        "in evaluation mode, this loop calls backward several times before step(): updates begin in step(); "
+        "grad_accumulation, or opt.no_sync(), lets them begin in backward, which takes less GPU memory",
     ]
 
 
