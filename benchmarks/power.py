@@ -60,7 +60,6 @@ def of(readings: list[dict[str, float]], began_s: float, ended_s: float, tokens:
 
 def main(gpu: str) -> None:
     gauges = Gauges()
-    gauges.watch(gpu)
     readings = [_read(gauges, gpu)]
     for _ in ticks(TICK_S):
         readings.append(_read(gauges, gpu))

@@ -610,11 +610,8 @@ def test_power_is_read_each_tick_and_at_the_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Counters:
-        def watch(self, gpu: str) -> None:
-            self.gpu = gpu
-
         def read(self, gpus: list[str], now_s: float) -> dict[str, dict[str, float]]:
-            return {self.gpu: {"gpu_watts": 100 * now_s, "gpu_utilization": 1.0}}
+            return {gpu: {"gpu_watts": 100 * now_s, "gpu_utilization": 1.0} for gpu in gpus}
 
     clock, ends = map(float, itertools.count()), iter([False, True])
     monkeypatch.setattr(power, "Gauges", Counters)

@@ -55,7 +55,8 @@ class Maker:
                 continue  # out of range: drawn again
 
     def _instance(self, kind: type) -> Any:
-        values = {name: self._field(name, hint) for name, hint in codec._schema(kind)}
+        hints = typing.get_type_hints(kind, vars(m))
+        values = {field.name: self._field(field.name, hints[field.name]) for field in dataclasses.fields(kind)}
         if kind is m.LayerTable and self.drawn.random() < 0.9:
             values |= {"awaits_verdict": True, "threads": None, "rank": 0, "world": self.drawn.choice([1, 1, 2])}
         if kind is m.Rejoin:
@@ -128,7 +129,7 @@ class Maker:
         drawn, origin, arguments = self.drawn, typing.get_origin(hint), typing.get_args(hint)
         if origin is tuple:
             return tuple(self._value(arguments[0]) for _ in range(drawn.randrange(4)))
-        if origin is types.UnionType:
+        if origin in (types.UnionType, typing.Union):
             return None if drawn.random() < 0.3 else self._value(arguments[0])
         if origin is dict:
             return {

@@ -193,14 +193,10 @@ def coordinator(drawn: random.Random) -> int:
             sender = drawn.choice([TRAINER, OPTIMIZER, maker.address()])
             message = maker.message()
         try:
-            match drawn.randrange(60):
-                case 0:
-                    commands = run.state.lose(sender, TRAINER_INBOX)
-                case 1:
-                    run.state.hear(message, sender)
-                    commands = []
-                case _:
-                    commands = run.state.handle(message, sender, float(count))
+            if drawn.randrange(60):
+                commands = run.state.handle(message, sender, float(count))
+            else:
+                commands = run.state.lose(sender, TRAINER_INBOX)
         except HandshakeError:
             continue
         except (OwnershipError, ValueError):
