@@ -38,10 +38,11 @@ DRIVER_EVERY: Final = 16
 
 
 class Room(NamedTuple):
-    """Bytes of a GPU's memory: what this process can have, less a margin; and the most that it has needed so far."""
+    """Bytes of a GPU's memory: what this process can have, less a margin; the most that it has needed, and what it has."""
 
     usable: int
     needed: int
+    now: int = 0
 
     @property
     def free(self) -> int:
@@ -82,7 +83,8 @@ class GpuMemory:
             usable, cap = self._limits()
             self._usable = usable - self._fragments() - int(GPU_MARGIN * cap)
         self._asked += 1
-        return Room(self._usable - self._lent, self._peak())
+        now = torch.cuda.memory_allocated(self._device) - self._lent
+        return Room(self._usable - self._lent, self._peak(), now)
 
     def lend(self, nbytes: int) -> Tensor | None:
         """Memory for a while, shape (nbytes,), or None without twice as much that no step so far has needed.

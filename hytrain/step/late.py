@@ -1,7 +1,7 @@
 """Gradients that are read when their updates have begun: answered from where they still are, until `step()`.
 
     the CPU's layers     in their `grads` planes, which the next backward writes
-    the GPU's layers     kept until `step()`, if there is room for them
+    the GPU's layers     kept until `step()`, if steps need no more memory for that
 
 So a loop gets the norms that it logs every hundredth step. From its next step on, updates begin in `step()`.
 """
@@ -24,15 +24,20 @@ class LateReads:
     def __init__(self, common: Common) -> None:
         self._transfers, self._health, self._verdicts = common.transfers, common.health, common.verdicts
         self._timing = common.accumulation.timing
-        self._most_bytes = sum(known.own.nbytes for known in common.parameters)
+        self._layers = common.layers
         self._has_room = False
         self._kept: dict[int, dict[int, Tensor]] = {}
         for known in common.parameters:
             known.late = self.value
 
     def heed(self, room: Room | None) -> None:
-        """What the device still has room for; None if there is no bound. Gradients are kept if all would fit."""
-        self._has_room = room is None or room.free >= self._most_bytes
+        """What the device has between two steps; None if there is no bound.
+
+        At the end of backward it also has the gradients that are kept: no more than steps have needed elsewhere.
+        """
+        owned = [layer for layer in self._layers if layer.life.placement.updates == "gpu"]
+        nbytes = sum(weights.nbytes for layer in owned for weights in layer.weights)
+        self._has_room = room is None or room.now + nbytes <= room.needed
 
     def keep(self, layer: TrainedLayer, gradients: dict[int, Tensor]) -> None:
         """The GPU updates the layer with these, which nobody else needs after that."""

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import hytrain
 from hytrain.algorithms import ADAMW
 from hytrain.errors import UsageError
+from hytrain.memory.capacity import Room
 from hytrain.memory.transfer import HostTransfers
 from hytrain.options import Options
 from hytrain.run.link import Link
@@ -507,6 +508,18 @@ def test_gradients_of_the_gpu_without_room_are_gone() -> None:
                 known.parameter.grad.norm()
         assert found == {True, False}
         opt.step()
+
+
+def test_gradients_are_kept_where_steps_need_no_more_memory_for_that() -> None:
+    """Between two steps there is `now`, and in them they have needed more, by activations for example."""
+    with adamw(perceptron(), k=0.5) as opt:
+        owned = sum(layer.spec.numel for layer in opt._session.layers if layer.life.placement.updates == "gpu")
+        late = opt._engine._device.late
+        for room, has in ((0, False), (4 * owned - 1, False), (4 * owned, True)):
+            late.heed(Room(usable=1 << 40, needed=100 + room, now=100))
+            assert late._has_room is has
+        late.heed(None)
+        assert late._has_room
 
 
 def test_a_gradient_that_the_loop_has_kept_is_not_the_next_ones() -> None:
