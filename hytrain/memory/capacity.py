@@ -38,7 +38,7 @@ DRIVER_EVERY: Final = 16
 
 
 class Room(NamedTuple):
-    """Bytes of a GPU's memory: what this process can have, less a margin; the most that it has needed, and what it has."""
+    """Bytes of a GPU's memory: what this process can have, less a margin, the most it has needed, and what it has."""
 
     usable: int
     needed: int
