@@ -126,7 +126,7 @@ class Timing:
         where = "this loop" if self.training else "in evaluation mode, this loop"
         if habit.seen:
             cure = CURES.get(habit.seen)
-            hint = f"; {cure} lets them begin in backward, which takes less GPU memory" if cure else ""
+            hint = f"; {cure} lets them begin in backward" if cure else ""
             _log.info("%s %s before step(): updates begin in step()%s", where, habit.seen, hint)
         else:
             _log.info("%s does nothing between backward and step(): updates begin in backward", where)

@@ -674,7 +674,7 @@ def test_each_mode_of_the_model_is_learned_by_itself(gate: threading.Event, capl
     assert caplog.messages == [
         "this loop does nothing between backward and step(): updates begin in backward",
         "in evaluation mode, this loop calls backward several times before step(): updates begin in step(); "
-        "grad_accumulation, or opt.no_sync(), lets them begin in backward, which takes less GPU memory",
+        "grad_accumulation, or opt.no_sync(), lets them begin in backward",
     ]
 
 
