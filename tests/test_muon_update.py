@@ -90,7 +90,7 @@ def test_the_bits_of_torchs_muon(shape: tuple[int, int], hyper: MuonHyper, kind:
     reference = torchs(hyper, parameter)
     for step, grads in enumerate(gradients(shape, 4), 1):
         grads = grads.to(DTYPES[kind])
-        planes.update(0, grads.view(-1), scalars(hyper, step), HOST)
+        planes.update({0: grads.view(-1)}, scalars(hyper, step), HOST)
         parameter.grad = grads.float()
         reference.step()
         assert equal(master(weights, planes), parameter.detach().view(-1)), step
@@ -107,7 +107,7 @@ def test_a_parameter_that_lies_by_columns() -> None:
     planes, reference = DevicePlanes([spec], [weights]), torchs(HYPER, parameter)
     for step, grads in enumerate(gradients(shape, 3), 1):
         stored = grads.T.contiguous()
-        planes.update(0, stored.view(-1), scalars(HYPER, step), HOST)
+        planes.update({0: stored.view(-1)}, scalars(HYPER, step), HOST)
         parameter.grad = stored.T
         reference.step()
     assert equal(weights.view(16, 48).T.contiguous(), parameter.detach().contiguous())
@@ -154,7 +154,7 @@ def test_pieces_give_the_bits_of_the_whole(
     state = [None if plane is None else (plane.pin_memory() if device == "cuda" else plane.clone()) for plane in state]
     for step in range(1, 4):
         grads = torch.randn(spec.numel, generator=generator).to(device, DTYPES[kind])
-        planes.update(0, grads, scalars(HYPER, step), host)
+        planes.update({0: grads}, scalars(HYPER, step), host)
         visited(spec, others, state, grads, scalars(HYPER, step))
     assert torch.equal(weights, others)
     for plane, away in zip(STATE_PLANES, state, strict=True):
@@ -169,8 +169,8 @@ def test_the_scale_of_clipping() -> None:
     found = [torch.ones(spec.numel) for _ in range(2)]
     known, multiplied = (DevicePlanes([spec], [weights]) for weights in found)
     for step, grads in enumerate(gradients((16, 24), 3), 1):
-        known.update(0, grads.view(-1), scalars(HYPER, step, scale), HOST)
-        multiplied.update(0, grads.view(-1) * scale, scalars(HYPER, step), HOST)
+        known.update({0: grads.view(-1)}, scalars(HYPER, step, scale), HOST)
+        multiplied.update({0: grads.view(-1) * scale}, scalars(HYPER, step), HOST)
     assert equal(*found) and not torch.equal(found[0], torch.ones(spec.numel))
 
 
@@ -218,7 +218,7 @@ def test_the_verdict_on_the_device() -> None:
             weights = torch.ones(spec.numel, dtype=torch.bfloat16, device="cuda")
             planes = DevicePlanes([spec], [weights])
             if factor >= 0:
-                planes.update(0, grads, scalars(HYPER, 1, float(torch.tensor(factor))), verdict=verdict)
+                planes.update({0: grads}, scalars(HYPER, 1, float(torch.tensor(factor))), verdict=verdict)
             [momentum], [remainder] = planes.state("momentum_buffer"), planes.state("remainder")
             found.append((weights, momentum, remainder))
         for one, other in zip(*found, strict=True):
@@ -235,7 +235,7 @@ def test_near_to_torchs_muon_on_the_gpu() -> None:
     before, planes, reference = weights.clone(), DevicePlanes([spec], [weights]), torchs(HYPER, parameter)
     for step in range(1, 11):
         grads = torch.randn(spec.numel, generator=generator).cuda()
-        planes.update(0, grads, scalars(HYPER, step))
+        planes.update({0: grads}, scalars(HYPER, step))
         parameter.grad = grads.view(256, 512)
         reference.step()
     moved, expected = weights - before, parameter.detach().view(-1) - before

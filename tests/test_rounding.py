@@ -271,3 +271,63 @@ def test_the_bits_are_those_of_the_format() -> None:
     """Changed bits would change what a resumed training computes."""
     assert key_of("weight") == 0x07CD5541 and seeds(1, 2) == (2414991258, 4190724030)
     assert random_bits(Elements(1, 3), 2, 2).tolist() == bits_again(3, 2, 2, key=1).tolist() == [1092916004, 3276572534]
+
+
+def bits(planes: Planes) -> dict[str, Any]:
+    seen = vars(planes.map(lambda plane: plane.view(torch.uint8)))
+    return {name: value.tolist() for name, value in seen.items() if value is not None}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize(
+    ("dtype", "moments"),
+    [("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16"),
+     ("lone", "bfloat16"), ("bfloat16", "float8")],
+)  # fmt: skip
+def test_segments_of_one_launch_have_the_bits_of_launches_of_their_own(dtype: str, moments: str, offset: int) -> None:
+    """Also if gradients or weights are elsewhere in the next step, and if an update is skipped by its verdict."""
+    from hytrain.kernels import gpu
+
+    generator = torch.Generator().manual_seed(3)
+    numels = [5, 1024, 70_000, 3 * 1024, 1]
+    each = [of(torch.randn(numel, generator=generator), dtype, moments) for numel in numels]
+    together, alone = ([planes.map(lambda plane: shifted(plane, offset)) for planes in each] for _ in range(2))
+    elements = [elements_from(100 * i, numel, KEY + i) for i, numel in enumerate(numels)]
+    launch = gpu.Launch(
+        [planes.weights for planes in together],
+        [planes.remainder for planes in together],
+        [(planes.exp_avg, planes.exp_avg_sq) for planes in together],
+        elements,
+    )
+    kept = list[list[Tensor]]()
+    for step, factor in enumerate([0.5, -1.0, 1.0, None, 1.0], 1):
+        grads = [some_grads(numel, generator).to(planes.weights.dtype).cuda() for numel, planes in zip(numels, each)]
+        kept.append(grads)  # so that those of the next step are elsewhere
+        if step == 4:
+            for planes in together:
+                planes.weights.data = planes.weights.clone()
+        verdict = None if factor is None else torch.tensor(factor, device="cuda")
+        launch.update(grads, scalars(HYPER, step), verdict)
+        for planes, mine, of_parameter in zip(alone, grads, elements, strict=True):
+            gpu.update(
+                **planes.arguments(),
+                grads=mine,
+                scalars=scalars(HYPER, step),
+                verdict=verdict,
+                elements=of_parameter,
+            )
+        for planes, expected in zip(together, alone, strict=True):
+            assert bits(planes) == bits(expected)
+
+
+@pytest.mark.gpu
+def test_gradients_of_one_launch_have_the_weights_lengths() -> None:
+    from hytrain.kernels import gpu
+
+    planes = of(torch.randn(64), "bfloat16", "float32").map(Tensor.cuda)
+    launch = gpu.Launch(
+        [planes.weights], [planes.remainder], [(planes.exp_avg, planes.exp_avg_sq)], [elements_from(0, 64, KEY)]
+    )
+    with pytest.raises(ValueError, match="of one length"):
+        launch.update([torch.zeros(63, dtype=torch.bfloat16, device="cuda")], scalars(HYPER, 1))

@@ -1,18 +1,21 @@
 """The updates of GPU-owned layers: the arithmetic of update.cpp on device tensors.
 
-The trainer calls `update` on a stream of its choice once a gradient is ready. The bits are the native backend's, so a
-layer may change owners during a run. Triton is imported at the first call.
+The trainer calls on a stream of its choice once gradients are ready. The bits are the native backend's, so a layer may
+change owners during a run. Triton is imported at the first call.
 
-    1-D CUDA tensors + Scalars  ->  integer views of bf16  ->  triton_update.update_kernel
+    update            one segment, or a part of one
+    Launch.update     all segments of a layer that have the same scalars, in one launch: small ones take as long as
+                      their launches do
 
 At each launch Triton looks up the compiled kernel for the arguments, which takes several times as long as the launch.
-This module caches compiled kernels by the properties that matter for this kernel.
+This module caches compiled kernels by the properties that matter for these kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -22,7 +25,7 @@ from hytrain.errors import BackendUnavailable
 from hytrain.kernels.backend import FIRST, Elements, check_dtypes, seeds
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import REMAINDERS
-from hytrain.tensors import address
+from hytrain.tensors import address, addresses, on_device
 from protocol.rules import MOMENTS
 
 BLOCK = 1024  # elements per program
@@ -35,6 +38,10 @@ MOST_MOMENTS: Final = max(map(len, MOMENTS.values()))
 MOST_SCALARS: Final = 9
 
 _MASK = 0xFFFFFFFF
+#: Of a row in a launch's table: addresses of weights, gradients, remainder and moments, six numbers.
+_COLUMNS: Final = 3 + MOST_MOMENTS + 6
+_DTYPES_OF_ROWS: Final = ("WEIGHTS", "GRADS", "REMAINDER", "MOMENTS")
+_OF_ROWS: Final = len(_DTYPES_OF_ROWS) + 2  # constants that only the kernel of rows has
 ALIGNMENT = 16  # bytes; for multiples of it, Triton compiles a separate kernel with wider loads
 _compiled: dict[tuple[object, ...], Any] = {}
 
@@ -62,18 +69,11 @@ def update(
     numel = weights.numel()
     if numel == 0:
         return
-    try:
-        from hytrain.kernels.triton_update import update_kernel
-    except ImportError as error:
-        raise BackendUnavailable(
-            "the GPU's update needs Triton, which comes with torch's CUDA builds: pip install triton, "
-            "or let the CPU own every layer with k=0"
-        ) from error
     rest = weights if remainder is None else remainder
     given = (*moments, *(rest,) * (MOST_MOMENTS - len(moments)))  # the kernel ignores those that the rule does not have
     planes = (_bits(weights), _bits(grads), *map(_bits, (rest, *given)))
     which = (elements.in_vectors(numel), elements.first & _MASK, *seeds(elements.key, scalars.step))
-    numbers = (*which, *scalars.values, *(0.0,) * (MOST_SCALARS - len(scalars.values)))
+    numbers = (*which, *_all_scalars(scalars))
     judge, judged = planes[0] if verdict is None else verdict, verdict is not None
     lone = remainder is None and weights.dtype == torch.bfloat16
     grid = (numel + BLOCK - 1) // BLOCK
@@ -83,7 +83,126 @@ def update(
     if (compiled := _compiled.get(kind)) is not None:
         compiled[grid, 1, 1](*planes, numel, *numbers, judge, *constants.values())
         return
-    _compiled[kind] = update_kernel[(grid,)](*planes, numel, *numbers, judge, **constants, **OPTIONS)
+    kernel_of = _kernels().update_kernel
+    _compiled[kind] = kernel_of[(grid,)](*planes, numel, *numbers, judge, **constants, **OPTIONS)
+
+
+class Launch:
+    """Updates of several segments in one launch. Their planes have the same dtypes, and all of them the same `fuses`.
+
+    The kernel finds planes and elements in a table on the device: a row for each segment. State stays where it is; if
+    weights and gradients are where they were in the last update, so is the table. `row_of_program` says which segment
+    each program of the launch updates.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        remainders: Sequence[Tensor | None],
+        moments: Sequence[Sequence[Tensor]],
+        elements: Sequence[Elements],
+    ) -> None:
+        """For each segment the tensors that `update` takes, and which elements they are. None is empty."""
+        self._weights, self._remainders, self._moments, self._elements = weights, remainders, moments, elements
+        self._device = weights[0].device
+        self._lone = remainders[0] is None and weights[0].dtype == torch.bfloat16
+        state = [
+            addresses((rest, *given, *(rest,) * (MOST_MOMENTS - len(given))))
+            for given, rest in zip(moments, self._rests(), strict=True)
+        ]
+        programs = [(plane.numel() + BLOCK - 1) // BLOCK for plane in weights]
+        begins = list(accumulate(programs, initial=0))
+        self._grid = begins.pop()
+        self._fixed = [
+            (one, plane.numel(), of.in_vectors(plane.numel()), of.first & _MASK, begin)
+            for one, plane, of, begin in zip(state, weights, elements, begins, strict=True)
+        ]
+        self._rows = torch.repeat_interleave(torch.tensor(programs, device="cpu")).to(torch.int32)
+        self._rounds = self._lone or bool(moments[0]) and moments[0][0].dtype != torch.float32
+        self._known: tuple[object, ...] = (None,)
+        self._table = self._row_of_program = torch.empty(0, device=self._device)
+        self._aligned = False
+
+    def _rests(self) -> list[Tensor]:
+        """What stands for the remainder: weights that are their own masters."""
+        return [own if rest is None else rest for own, rest in zip(self._weights, self._remainders, strict=True)]
+
+    def update(self, grads: Sequence[Tensor], scalars: Scalars, verdict: Tensor | None = None) -> None:
+        """Update all segments in place, on their device's current stream. `grads` has each one's, as for `update`."""
+        kernel, first, given = scalars.kernel, self._weights[0], self._moments[0]
+        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        at = addresses((*self._weights, *grads))
+        known = stream, scalars.step if self._rounds else 0, kernel, *at
+        if known != self._known:
+            for weights, mine, rest, moments in zip(self._weights, grads, self._remainders, self._moments, strict=True):
+                _check(weights, mine, rest, moments, kernel)
+            if known[0] != self._known[0]:  # another stream: it may not wait for the one that has copied the table
+                self._row_of_program = on_device(self._rows, self._device)
+            self._lay_out(at, scalars.step)
+            self._known = known
+        else:
+            assert all([mine.shape == own.shape for mine, own in zip(grads, self._weights, strict=True)])
+        judged, judge = verdict is not None, self._table if verdict is None else verdict
+        constants = {
+            "RULE": kernel,
+            "JUDGED": judged,
+            "LONE": self._lone,
+            "FUSES": self._elements[0].fuses,
+            "BLOCK": BLOCK,
+        }
+        kind = (
+            self._device,
+            *constants.values(),
+            first.dtype,
+            grads[0].dtype,
+            given[0].dtype if given else None,
+            self._aligned,
+        )
+        arguments = (self._table, self._row_of_program, *_all_scalars(scalars), judge)
+        with torch.cuda.device(self._device):
+            if (compiled := _compiled.get(kind)) is not None:
+                compiled[self._grid, 1, 1](*arguments, *constants.values(), *(None,) * _OF_ROWS)
+                return
+            rest = self._rests()[0]
+            elements = map(_element, (first, grads[0], rest, (*given, rest)[0]))
+            constants |= dict(zip(_DTYPES_OF_ROWS, elements, strict=True))
+            constants |= {"ALIGNED": self._aligned, "COLUMNS": _COLUMNS}
+            _compiled[kind] = _kernels().update_rows_kernel[(self._grid,)](*arguments, **constants, **OPTIONS)
+
+    def _lay_out(self, at: Sequence[int], step: int) -> None:
+        """A new table, since launches may still read the last one."""
+        count = len(self._fixed)
+        rows = [
+            (own, mine, *state, numel, in_vectors, first, *(seeds(of.key, step) if self._rounds else (0, 0)), begin)
+            for (state, numel, in_vectors, first, begin), of, own, mine in zip(
+                self._fixed, self._elements, at[:count], at[count:], strict=True
+            )
+        ]
+        self._table = on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._device)
+        self._aligned = all(plane % ALIGNMENT == 0 for row in rows for plane in row[: 3 + MOST_MOMENTS])
+
+
+def _kernels() -> Any:
+    """The module with the kernels. Raises BackendUnavailable without Triton."""
+    try:
+        from hytrain.kernels import triton_update
+    except ImportError as error:
+        raise BackendUnavailable(
+            "the GPU's update needs Triton, which comes with torch's CUDA builds: pip install triton, "
+            "or let the CPU own every layer with k=0"
+        ) from error
+    return triton_update
+
+
+def _all_scalars(scalars: Scalars) -> tuple[float, ...]:
+    return (*scalars.values, *(0.0,) * (MOST_SCALARS - len(scalars.values)))
+
+
+def _element(plane: Tensor) -> Any:
+    """Triton's type of a plane's elements, as `_bits` has them."""
+    import triton.language as tl
+
+    return getattr(tl, str(_bits(plane[:0]).dtype).removeprefix("torch."))
 
 
 @cache

@@ -209,27 +209,22 @@ def _update(
     _store_master(weights, remainder, p, random, mask, LONE)
 
 
-@triton.jit(do_not_specialize=["numel", "in_vectors", "first", "before", "within"])
-def update_kernel(
-    weights, grads, remainder, moment0, moment1,
-    numel: tl.int64, in_vectors: tl.int64, first: tl.uint32, before: tl.uint32, within: tl.uint32,
-    factor: tl.float32, s1: tl.float32, s2: tl.float32, s3: tl.float32,
-    s4: tl.float32, s5: tl.float32, s6: tl.float32, s7: tl.float32, s8: tl.float32,
-    verdict, RULE: tl.constexpr, JUDGED: tl.constexpr, LONE: tl.constexpr, FUSES: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _update_block(
+    weights, grads, remainder, moment0, moment1, begin, numel, in_vectors, first, before, within,
+    factor, s1, s2, s3, s4, s5, s6, s7, s8, verdict,
+    RULE: tl.constexpr, JUDGED: tl.constexpr, LONE: tl.constexpr, FUSES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """`factor` and s1 to s8 are the rule's scalars, as scalars.py has them. Rules with fewer ignore the last ones.
+    """Those of a segment's `numel` elements that one program updates, from `begin` on.
 
-    From element `in_vectors` on, elements are the tail of torch's AdamW.
-
-    The scalars' types are fixed and no value is specialised, so all steps of a rule use one compilation.
-    If JUDGED, the gradient is multiplied by what `verdict` points at, and nothing is done if that is below 0. What
-    Muon's last pass gets is no gradient any more: it is not multiplied.
+    From element `in_vectors` on, elements are the tail of torch's AdamW. If JUDGED, the gradient is multiplied by what
+    `verdict` points at, and nothing is done if that is below 0. What Muon's last pass gets is no gradient any more: it
+    is not multiplied.
     """
     if JUDGED:
         scale = tl.load(verdict)
         numel = tl.where(scale < 0, 0, numel)
         factor = factor if RULE == "muon_step" else factor * scale
-    begin = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = begin + tl.arange(0, BLOCK)
     index = first + offsets.to(tl.uint32)
     weights += offsets
@@ -247,3 +242,54 @@ def update_kernel(
             weights, grads, remainder, moment0, moment1, offsets < numel, offsets >= in_vectors, index, before, within,
             factor, s1, s2, s3, s4, s5, s6, s7, s8, RULE, LONE, FUSES,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["numel", "in_vectors", "first", "before", "within"])
+def update_kernel(
+    weights, grads, remainder, moment0, moment1,
+    numel: tl.int64, in_vectors: tl.int64, first: tl.uint32, before: tl.uint32, within: tl.uint32,
+    factor: tl.float32, s1: tl.float32, s2: tl.float32, s3: tl.float32,
+    s4: tl.float32, s5: tl.float32, s6: tl.float32, s7: tl.float32, s8: tl.float32,
+    verdict, RULE: tl.constexpr, JUDGED: tl.constexpr, LONE: tl.constexpr, FUSES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One segment. `factor` and s1 to s8 are the rule's scalars, as scalars.py has them. Some rules ignore the last.
+
+    The scalars' types are fixed and no value is specialised, so all steps of a rule use one compilation.
+    """
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
+    _update_block(
+        weights, grads, remainder, moment0, moment1, begin, numel, in_vectors, first, before, within,
+        factor, s1, s2, s3, s4, s5, s6, s7, s8, verdict, RULE, JUDGED, LONE, FUSES, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _plane(row, COLUMN: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    plane = tl.load(row + COLUMN).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(plane, 16) if ALIGNED else plane
+
+
+@triton.jit
+def update_rows_kernel(
+    rows, row_of_program, factor: tl.float32, s1: tl.float32, s2: tl.float32, s3: tl.float32,
+    s4: tl.float32, s5: tl.float32, s6: tl.float32, s7: tl.float32, s8: tl.float32,
+    verdict, RULE: tl.constexpr, JUDGED: tl.constexpr, LONE: tl.constexpr, FUSES: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr, GRADS: tl.constexpr, REMAINDER: tl.constexpr, MOMENTS: tl.constexpr,
+    ALIGNED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Several segments with the same scalars, each in a row of a table on the device: see `gpu.Launch`."""
+    program = tl.program_id(0)
+    row = rows + tl.load(row_of_program + program).to(tl.int64) * COLUMNS
+    weights = _plane(row, 0, WEIGHTS, ALIGNED)
+    grads = _plane(row, 1, GRADS, ALIGNED)
+    remainder = _plane(row, 2, REMAINDER, ALIGNED)
+    moment0 = _plane(row, 3, MOMENTS, ALIGNED)
+    moment1 = _plane(row, 4, MOMENTS, ALIGNED)
+    numel, in_vectors = tl.load(row + 5), tl.load(row + 6)
+    first, before, within = tl.load(row + 7), tl.load(row + 8), tl.load(row + 9)
+    begin = (program - tl.load(row + 10)) * BLOCK
+    _update_block(
+        weights, grads, remainder, moment0, moment1, begin, numel, in_vectors,
+        first.to(tl.uint32), before.to(tl.uint32), within.to(tl.uint32),
+        factor, s1, s2, s3, s4, s5, s6, s7, s8, verdict, RULE, JUDGED, LONE, FUSES, BLOCK,
+    )  # fmt: skip

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hytrain.errors import CapacityError
-from hytrain.kernels.backend import Backend
+from hytrain.kernels.backend import Backend, Elements
+from hytrain.kernels.gpu import Launch
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
 from hytrain.memory.arena import ArenaFile, Mapping, Memory, free_pages
@@ -25,6 +26,7 @@ from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
 from hytrain.tensors import count_write, holders
 from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, plane_dtype
 from protocol.messages import Segment
+from protocol.rules import MOMENTS, ON_DEVICE
 
 #: float8 is codes, which only `kernels.float8` reads as numbers.
 DTYPES: Final = {
@@ -175,6 +177,7 @@ class DevicePlanes:
             return None if dtype is None else make(segment.numel, dtype=DTYPES[dtype], device=device)
 
         self._planes = {plane: [part(plane, segment) for segment in segments] for plane in STATE_PLANES}
+        self._known: dict[tuple[int, ...], list[tuple[list[int], Launch]]] = {}
         for values, remainder in zip(weights, self._planes["remainder"], strict=True):
             if fresh and remainder is not None:
                 clear_remainder(remainder, values)
@@ -186,23 +189,53 @@ class DevicePlanes:
         return self._planes[plane][index]
 
     def update(
-        self, index: int, grads: Tensor, scalars: Scalars, host: Backend | None = None, verdict: Tensor | None = None
+        self,
+        gradients: dict[int, Tensor],
+        scalars: Scalars,
+        host: Backend | None = None,
+        verdict: Tensor | None = None,
     ) -> None:
-        """Update segment `index` on the current stream, or with the `host` backend on device "cpu".
+        """Update segments on the current stream, or with the `host` backend on device "cpu".
 
-        `grads` has shape (numel,). `verdict` is the step's scale on the device: float32, shape (). The host backend
-        gets it in `scalars` instead.
+        `gradients[i]` is segment i's, shape (numel,). `verdict` is the step's scale on the device: float32, shape ().
+        The host backend gets it in `scalars` instead.
         """
-        segment, weights = self._segments[index], self._weights[index]
-        state = [self._planes[plane][index] for plane in STATE_PLANES]
-        grads = grads.to(DTYPES[segment.grads_dtype])
-        for each in passes(segment, weights, grads, scalars):
-            each.run(each.on(state), host, verdict)
+        found = {i: mine.to(DTYPES[self._segments[i].grads_dtype]) for i, mine in sorted(gradients.items())}
+        weights = [self._weights[i] for i in found]
+        if host is None and scalars.hyper.rule not in ON_DEVICE:
+            for of, launch in self._launches(tuple(found)):
+                launch.update([found[i] for i in of], scalars, verdict)
+        else:
+            for (i, mine), own in zip(found.items(), weights, strict=True):
+                state = [self._planes[plane][i] for plane in STATE_PLANES]
+                for each in passes(self._segments[i], own, mine, scalars):
+                    each.run(each.on(state), host, verdict)
         count_write(weights)
+
+    def _launches(self, of: tuple[int, ...]) -> list[tuple[list[int], Launch]]:
+        """The launches that update these segments together: one for those whose planes have the same dtypes."""
+        if (known := self._known.get(of)) is None:
+            alike: dict[object, list[int]] = {}
+            for i in of:
+                spec = self._segments[i]
+                dtypes = [plane_dtype(plane, spec) for plane in STATE_PLANES]
+                alike.setdefault((spec.dtype, spec.grads_dtype, spec.fuses, *dtypes), []).append(i)
+            known = self._known[of] = [(indices, self._launch(indices)) for indices in alike.values()]
+        return known
+
+    def _launch(self, of: Sequence[int]) -> Launch:
+        specs = [self._segments[i] for i in of]
+        moments = [[self._planes[plane][i] for plane in MOMENTS[spec.rule]] for i, spec in zip(of, specs, strict=True)]
+        return Launch(
+            [self._weights[i] for i in of],
+            [self._planes["remainder"][i] for i in of],
+            [[moment for moment in own if moment is not None] for own in moments],
+            [Elements.of(spec, 0) for spec in specs],
+        )
 
     def close(self) -> None:
         """Drop the planes. The allocator gets the memory back when no other reference is left."""
-        self._planes = {}
+        self._planes, self._known = {}, {}
 
 
 @dataclass(slots=True, eq=False)

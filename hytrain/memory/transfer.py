@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from hytrain.errors import CapacityError
-from hytrain.memory.clock import CudaClock, HostClock, Span, Stream
+from hytrain.memory.clock import CudaClock, HostClock, Span, Stream, current_stream
 from hytrain.tensors import address, addresses, allocate, count_write, free
 
 #: Memory is pinned in pieces of this size. Each takes 2 ms, in which the driver launches nothing.
@@ -160,7 +160,7 @@ class CudaTransfers:
         self.clock, self.traffic = CudaClock(device), Traffic()
         self._device = device
         #: The current stream. Autograd runs a gradient's hook on the stream that computed the gradient.
-        self.stream: Callable[[], Stream] = partial(torch.cuda.current_stream, device)
+        self.stream: Callable[[], Stream] = partial(current_stream, device)
         self._default = torch.cuda.default_stream(device)
         self._out, self._state, self._visiting, self._window = (torch.cuda.Stream(device) for _ in range(4))
         self._saving, self._restoring = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -192,7 +192,7 @@ class CudaTransfers:
 
     def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
         """Make the current stream wait for `streams`, and keep the tensors that they have `made` alive for it."""
-        current = torch.cuda.current_stream(self._device)
+        current = current_stream(self._device)
         others = [stream for stream in streams if stream is not None and stream != current]
         for other in others:
             current.wait_stream(other)
@@ -207,7 +207,7 @@ class CudaTransfers:
         self.traffic.to_host(copies)
         # The current stream, which made the gradients, also converts them (for example float32 to bfloat16).
         sources = [source.to(destination.dtype) for destination, source in copies]
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        self._out.wait_stream(current_stream(self._device))
         if not copies:
             with torch.cuda.stream(self._out):
                 so_far = self.so_far()
@@ -233,7 +233,7 @@ class CudaTransfers:
     def state_out(self, copies: Sequence[Copy]) -> Transfer:
         """Copy weights and state, ready on the current stream, into pinned planes."""
         self.traffic.to_host(copies)
-        self._state.wait_stream(torch.cuda.current_stream(self._device))
+        self._state.wait_stream(current_stream(self._device))
         return self._copy(self._state, copies, keep=[source for _, source in copies])
 
     def sums_in(self, copies: Sequence[Copy], fence: Fence, *, after: Transfer) -> Transfer:
@@ -243,7 +243,7 @@ class CudaTransfers:
     def activations_out(self, copies: Sequence[Copy]) -> Transfer:
         """Copy activations, ready on the current stream, into pinned memory that earlier `activations_in` have read."""
         self.traffic.to_host(copies)
-        self._saving.wait_stream(torch.cuda.current_stream(self._device))
+        self._saving.wait_stream(current_stream(self._device))
         self._saving.wait_stream(self._restoring)
         return self._copy(self._saving, copies, keep=[source for _, source in copies])
 
@@ -260,7 +260,7 @@ class CudaTransfers:
 
     def fence(self) -> Fence:
         """Memory allocated now may have pending work of earlier users, on the current or the default stream."""
-        current = torch.cuda.current_stream(self._device)
+        current = current_stream(self._device)
         if current != self._default:
             current.wait_stream(self._default)
         fence = torch.cuda.Event()
@@ -278,7 +278,7 @@ class CudaTransfers:
 
     def visit(self, made: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
         """A context whose stream is that of visits. It comes after the current stream, which has `made` tensors."""
-        current = torch.cuda.current_stream(self._device)
+        current = current_stream(self._device)
         self._visiting.wait_stream(current)
         for tensor in made:
             tensor.record_stream(self._visiting)
@@ -297,13 +297,13 @@ class CudaTransfers:
         """Copy a slot's state, ready on the current stream, into pinned planes."""
         self.traffic.to_host(copies)
         stream = _next(self._returning)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream.wait_stream(current_stream(self._device))
         return self._copy(stream, copies)
 
     def so_far(self) -> Transfer:
         """What ends with the work that the current stream has now."""
         done = torch.cuda.Event(blocking=True)
-        done.record(torch.cuda.current_stream(self._device))
+        done.record(current_stream(self._device))
         now = self.clock.mark()
         return Transfer(done, (now, now))
 
@@ -349,11 +349,11 @@ class CudaTransfers:
     def land(self, transfer: Transfer, stream: Stream = None) -> None:
         """Make the stream, or else the current one, wait for the copies. The calling thread does not wait."""
         if transfer.done is not None:
-            transfer.done.wait(torch.cuda.current_stream(self._device) if stream is None else stream)
+            transfer.done.wait(current_stream(self._device) if stream is None else stream)
 
     def keep_for(self, stream: Stream, tensors: Iterable[torch.Tensor]) -> None:
         """Whoever gets their memory next comes after what the stream has so far, if it is another stream's memory."""
-        on = torch.cuda.current_stream(self._device) if stream is None else stream
+        on = current_stream(self._device) if stream is None else stream
         for tensor in tensors:
             tensor.record_stream(on)
 

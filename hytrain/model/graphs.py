@@ -33,9 +33,12 @@ def replays(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> bo
     return False
 
 
-def may_write_again() -> bool:
+def may_write_again(gradient: Tensor) -> bool:
     """Whether a replay may write a gradient's memory on a GPU while it is still read, as the compiler's graphs do."""
-    return "torch._inductor.cudagraph_trees" in sys.modules
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not torch._C._is_key_in_tls("tree_manager_containers"):  # each thread that trains has its own
+        return False
+    return trees.get_manager(gradient.device.index, create_if_none_exists=False) is not None
 
 
 def is_captured(tensor: Tensor) -> bool:

@@ -183,7 +183,7 @@ class TrainedParameter:
         if type(given) is not Tensor:
             total = summed(given)
             gradient = local_like(given, parameter) if total is None else total.value()
-        if gradient.is_cuda and graphs.may_write_again():
+        if gradient.is_cuda and graphs.may_write_again(gradient):
             gradient = gradient.clone()
         if gradient.is_contiguous() and self.own.is_contiguous():
             return gradient.view(-1)

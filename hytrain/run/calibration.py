@@ -48,7 +48,7 @@ def _update_s(spec: Segment, device: torch.device, transfers: Transfers, host: B
     weights = torch.zeros(spec.numel, dtype=DTYPES[spec.dtype], device=device)
     grads = torch.zeros(spec.numel, dtype=DTYPES[spec.grads_dtype], device=device)
     planes = DevicePlanes([spec], [weights])
-    return _seconds(lambda: planes.update(0, grads, scalars(TYPICAL[spec.rule], 1), host), transfers)
+    return _seconds(lambda: planes.update({0: grads}, scalars(TYPICAL[spec.rule], 1), host), transfers)
 
 
 def _seconds(run: Callable[[], object], transfers: Transfers) -> float:

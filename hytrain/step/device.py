@@ -99,9 +99,11 @@ class DeviceUpdates:
         if scale is None:
             return
         began = self._transfers.clock.mark()
+        alike: dict[tuple[int, int], dict[int, Tensor]] = {}
         for index, gradient in gradients.items():
-            numbers = scalars(self.groups[layer.segments[index].spec.group], counts[index], scale)
-            layer.device.update(index, gradient, numbers, self._host, verdict)
+            alike.setdefault((layer.segments[index].spec.group, counts[index]), {})[index] = gradient
+        for (group, count), of in alike.items():
+            layer.device.update(of, scalars(self.groups[group], count, scale), self._host, verdict)
         self._meter.span("gpu_update_s", layer.lid, step, (began, self._transfers.clock.mark()))
         layer.note_writes()
 

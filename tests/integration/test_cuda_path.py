@@ -115,6 +115,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> Current:
         "synchronize": lambda device=None: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr("hytrain.memory.transfer.current_stream", lambda device: current.stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr("hytrain.build.transfers_for", OverHostMemory)
     monkeypatch.setattr("examples.studies.cotraining.partner.transfers_for", OverHostMemory)
