@@ -27,6 +27,7 @@ from hytrain.run.ranks import Ranks
 from hytrain.started import StartedOptimizer
 from hytrain.statistics import Statistics
 from hytrain.step.scaling import LossScale
+from hytrain.uncompiled import uncompiled
 
 
 class Optimizer(StartedOptimizer):
@@ -100,7 +101,7 @@ class Optimizer(StartedOptimizer):
         """
         return self._step(closure)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         """`torch.compile(opt.step)` has nothing to compile here. What it wraps must not be what is disabled."""
         loss = None
@@ -128,7 +129,7 @@ class Optimizer(StartedOptimizer):
             )
         self._zero_grad(set_to_none)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _zero_grad(self, set_to_none: bool) -> None:
         if set_to_none and self._started is not None:
             self._engine.drop_gradients()

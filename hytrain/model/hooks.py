@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import skip_code
 from torch.jit._recursive import get_hook_stubs
 from torch.utils.hooks import RemovableHandle
 
@@ -38,6 +37,7 @@ from hytrain.model import fsdp
 from hytrain.model.parts import roots
 from hytrain.model.trained import Gate
 from hytrain.model.watched import unwatched, watched_class
+from hytrain.uncompiled import constant_when_traced, traced_by_others, uncompiled
 
 if TYPE_CHECKING:
     from hytrain.memory.clock import Mark, Stream
@@ -116,7 +116,7 @@ class _GateHook(_Hook["Reads"]):
         """
         return (module.training or not isinstance(module, _ENCODERS)) and self._is_hoisted()
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    @constant_when_traced
     def _is_hoisted(self) -> bool:
         reads = self.target
         return reads is None or self._gate is None or reads.hoist(self._gate)
@@ -127,7 +127,7 @@ class BeforeForward(_GateHook):
         if not (torch.compiler.is_dynamo_compiling() and self._vanishes(module)):
             self._enter(module)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _enter(self, module: nn.Module) -> None:
         reads = self.target
         if reads is None or self._gate is None:
@@ -161,7 +161,7 @@ class OnGather(_GateHook):
         self._waited: Waited | None = None  # for updates, in a training step's forward
         self._arrived: Mark | None = None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def before_gather(self, modules: Stream) -> None:
         """On the stream that reads the shards, for modules on another one."""
         reads = self.target
@@ -172,14 +172,14 @@ class OnGather(_GateHook):
             self._waited = reads.before_gather(self._gate, modules)
             self._gathered = reads.gathering(self._gate)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def after_gather(self) -> None:
         """On the stream that gathers them."""
         gathered, self._gathered = self._gathered, None
         if gathered is not None:
             gathered()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def before_use(self) -> None:
         """Before modules wait for what is gathered."""
         if (reads := self.target) is None:
@@ -189,7 +189,7 @@ class OnGather(_GateHook):
         if self._waited is not None:
             self._arrived = reads.before_use_of_gathered()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def after_use(self) -> None:
         """Before they compute with it."""
         reads, waited, self._waited = self.target, self._waited, None
@@ -204,7 +204,7 @@ class AfterForward(_GateHook):
         if not (torch.compiler.is_dynamo_compiling() and self._vanishes(module)):
             self._leave(module, output)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _leave(self, module: nn.Module, output: Any) -> None:
         if isinstance(module, nn.TransformerEncoderLayer):
             for name in _FORWARD:
@@ -217,7 +217,7 @@ class AfterForward(_GateHook):
 
 # Compiled code that calls a module has them traced. The compiler makes no code of them alone, where none calls it.
 for _hook in (BeforeForward, BeforeEvaluation, AfterForward):
-    skip_code(_hook.__call__.__code__)
+    traced_by_others(_hook.__call__)
 
 
 class _Calls(_Hook[Any]):
@@ -227,7 +227,7 @@ class _Calls(_Hook[Any]):
         super().__init__(target)
         self._call = call
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, *args: Any) -> None:
         if (target := self.target) is not None:
             self._call(target, *args)
@@ -254,7 +254,7 @@ class OnGradient(_Hook["Backward"]):
         super().__init__(backward)
         self._parameter = parameter
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, tensor: torch.Tensor) -> None:
         backward = self.target
         if backward is not None and self._parameter is not None:

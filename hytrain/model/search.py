@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from hytrain.uncompiled import uncompiled
+
 #: torch's compiler says so of each hook like this one.
 _CALLED_TWICE: Final = r"Using `torch\.compile\(module\)` when there are global hooks on modules"
 
@@ -66,7 +68,7 @@ class _BeforeForward:
     def __init__(self, search: Search) -> None:
         self._search = weakref.ref(search)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any) -> None:
         if (search := self._search()) is not None:
             search.enter(module, args)

@@ -23,6 +23,7 @@ from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hytrain.tensors import local
+from hytrain.uncompiled import uncompiled
 
 _aten = torch.ops.aten
 _NORMS: Final = (_aten._foreach_norm.Scalar, _aten.linalg_vector_norm.default)
@@ -77,8 +78,10 @@ class SummedGradient(Tensor):
         super().__init__()
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    @uncompiled
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is _aten.detach.default:
             return args[0]

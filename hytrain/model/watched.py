@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.tensors import count_write, is_distributed, local
+from hytrain.uncompiled import uncompiled
 
 #: A context in which watched parameters are used without waiting.
 unwatched: Final = torch._C.DisableTorchFunctionSubclass
@@ -63,7 +64,7 @@ class Watched:
     plain: ClassVar[type]
 
     @classmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with unwatched(), ExitStack() as around:
             others_answer = any(map(_answers, types))

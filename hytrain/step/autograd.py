@@ -13,6 +13,8 @@ from typing import Final
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
+from hytrain.uncompiled import uncompiled
+
 #: What helps where a backward is made of several.
 REENTRANT: Final = ": reentrant checkpointing makes a backward of several, so pass use_reentrant=False to checkpoint()"
 
@@ -54,7 +56,7 @@ class Running:
         self._is_over.wait(timeout_s)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def _queue(call: Callable[[], None]) -> None:
     """Call it when all gradients of the present backward are computed, after the calls that were queued before."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -28,6 +28,7 @@ from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.reads import Reads
+from hytrain.uncompiled import uncompiled
 
 _LEFT: Final = (
     "the gradient of {} is still that of the last step, which torch would use again, and which HyTrain has consumed: "
@@ -147,7 +148,7 @@ class Backward:
         others = [known for known in with_gradients(self._parameters) if known is not parameter]
         return bool(others) or summed(parameter.parameter.grad) is not None
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def end(self, *, by_step: bool = False) -> None:
         """The whole backward has succeeded. Called by autograd, or by `end_outside` if it ran outside of autograd.
 

@@ -30,6 +30,7 @@ from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.offload import Offload
 from hytrain.tensors import has_memory, saves_with_other_hooks, version
+from hytrain.uncompiled import uncompiled
 
 _REPLAYED: Final = (
     "the block of {} is a CUDA graph, which reads weights where they were when it was made, so that they cannot be "
@@ -168,7 +169,7 @@ def _packing(
     """What autograd does with a tensor that it saves, and with what it has saved when it needs it."""
     me, block_of, pin = weakref.ref(blocks), offload.block_of, offload.pin
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def pack(tensor: Tensor) -> Any:
         block = block_of(tensor)
         if block is not None:
@@ -179,7 +180,7 @@ def _packing(
         saved = activations.save(tensor, alias) if activations is not None and is_own else None
         return _OnDevice(alias, version(alias), None) if saved is None else saved
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, Saved):
             assert activations is not None, "has made it"
@@ -207,7 +208,7 @@ class _EnterBeforeBackward:
     def __init__(self, blocks: Blocks, gate: Gate) -> None:
         self._blocks, self._gate = weakref.ref(blocks), gate
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, gradients: tuple[Tensor, ...]) -> None:
         blocks = self._blocks()
         if blocks is not None:

@@ -33,6 +33,7 @@ from hytrain.step.gradient import RoundTrip
 from hytrain.step.life import Event, State
 from hytrain.step.measure import Waited
 from hytrain.tensors import is_distributed
+from hytrain.uncompiled import uncompiled
 
 _log = logging.getLogger(__name__)
 
@@ -285,14 +286,14 @@ class _NodeHook:
 
 
 class _BeforeBackward(_NodeHook):
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, gradients: tuple[Tensor, ...]) -> None:
         if (reads := self._reads()) is not None:
             reads.enter_backward()
 
 
 class _AfterBackward(_NodeHook):
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         if (reads := self._reads()) is not None:
             reads.leave_backward()
