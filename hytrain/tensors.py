@@ -226,11 +226,15 @@ def has_kept_gradient(parameter: Tensor) -> bool:
 
 
 def has_gradient_of_its_own(parameter: Tensor, own: Tensor) -> bool:
-    """Whether a plain gradient is in `p.grad` alone, and the parameter still has `own`'s memory."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if type(parameter.grad) is not Tensor or parameter.data_ptr() != own.data_ptr():
-            return False
-        return not has_kept_gradient(parameter)
+    """Whether a plain gradient is in `p.grad` alone, and the parameter still has `own`'s memory.
+
+    To be called where parameters are not watched. Hooks ask for each gradient, so this calls nothing of Python's.
+    """
+    gradient = parameter.grad
+    if type(gradient) is not Tensor or parameter.data_ptr() != own.data_ptr():
+        return False
+    base = gradient._base
+    return sys.getrefcount(gradient) <= _ALONE[0] and (base is None or sys.getrefcount(base) <= _ALONE[1])
 
 
 def allocate(*tensors: Tensor) -> None:

@@ -36,7 +36,7 @@ from hytrain.errors import UsageError
 from hytrain.model import fsdp
 from hytrain.model.parts import roots
 from hytrain.model.trained import Gate
-from hytrain.model.watched import unwatched, watched_class
+from hytrain.model.watched import watched_class
 from hytrain.uncompiled import constant_when_traced, traced_by_others, uncompiled
 
 if TYPE_CHECKING:
@@ -258,8 +258,7 @@ class OnGradient(_Hook["Backward"]):
     def __call__(self, tensor: torch.Tensor) -> None:
         backward = self.target
         if backward is not None and self._parameter is not None:
-            with unwatched():
-                backward.on_gradient(self._parameter, tensor)
+            backward.on_gradient(self._parameter, tensor)
 
 
 def _before_root(engine: Engine, module: nn.Module, args: Any) -> None:

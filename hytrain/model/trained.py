@@ -174,9 +174,8 @@ class TrainedParameter:
         elif (total := summed(gradient)) is not None:
             self.parameter.grad = None if total.own is None else distributed(total.own, self.parameter)
 
-    def gradient(self) -> Tensor:
-        """This rank's part of the gradient, shape (numel,), in the parameter's storage order."""
-        parameter = self.parameter
+    def gradient(self, parameter: Tensor) -> Tensor:
+        """This rank's part of the gradient in `p.grad`, shape (numel,), in the parameter's storage order."""
         given = parameter.grad
         assert given is not None
         gradient = given
@@ -196,12 +195,11 @@ class TrainedParameter:
             return total.own
         return parameter.grad if has_kept_gradient(parameter) else None
 
-    def fill(self, total: Tensor | None, step: int, stream: Stream) -> list[TrainedLayer]:
-        """Give the step's gradient, computed on `stream`, to its layers. Returns the layers that are now complete.
+    def fill(self, gradient: Tensor, step: int, stream: Stream) -> list[TrainedLayer]:
+        """Give the step's gradient, shape (numel,), computed on `stream`, to its layers.
 
-        `total` is the sum over several backwards, shape (numel,). None stands for the gradient in `p.grad`.
+        Returns the layers that are now complete.
         """
-        gradient = self.gradient() if total is None else total
         self._begin_update(step)
         full = []
         for layer, index in self.places:
@@ -282,7 +280,8 @@ class TrainedSegment:
 class TrainedLayer:
     """One layer.
 
-    `filled` holds this step's gradients by segment until they are sent, `streams` the streams that computed them.
+    `waiting` has parameters whose gradients have come in this backward, and the streams that computed those. `filled`
+    holds this step's gradients by segment until they are sent, `streams` the streams that computed them.
     `sent` are the update counts of the update under way. `landing` ends when the last update's weights are there,
     `returned` when its state is back from a visit, or has come from the GPU. `source` are the planes that the weights
     came from, `moving` is the copy of the state to the GPU. `came` is the step in which the GPU last took over updates
@@ -300,6 +299,7 @@ class TrainedLayer:
     landing: Transfer | None = None
     returned: Transfer | None = None
     source: Planes | None = None
+    waiting: dict[TrainedParameter, tuple[Tensor, Stream]] = field(default_factory=dict)
     filled: dict[int, Tensor] = field(default_factory=dict)
     streams: set[Stream] = field(default_factory=set)
     sent: tuple[int, ...] = ()

@@ -244,7 +244,7 @@ class Accumulation:
         if parameter.kept() is not None:
             self._forget(parameter)
             return
-        gradient = parameter.gradient()
+        gradient = parameter.gradient(parameter.parameter)
         parameter.parameter.grad = None  # autograd must neither add to it nor keep it
         self._begin_sum(parameter, gradient)
 
@@ -397,7 +397,7 @@ class KeptGradients:
         if (kept := parameter.kept()) is None:
             return None
         self._kept.append((parameter, kept, 0))
-        return parameter.gradient().clone()
+        return parameter.gradient(parameter.parameter).clone()
 
     def end_backward(self) -> None:
         """From now on, writes are lost."""

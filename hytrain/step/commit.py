@@ -123,7 +123,10 @@ class Commit:
             if is_own:
                 if step:  # or else they may have come before there was a session
                     self._accumulation.timing.saw("sets gradients")
-                total = parameter.gradient().clone() if keep else self._kept.copy_of(parameter)
+                total = None if keep else self._kept.copy_of(parameter)
+            if total is None:
+                total = parameter.gradient(parameter.parameter)
+                total = total.clone() if keep else total
             parameter.fill(total, step, stream)
             if not keep or (keeps is None and not is_own):
                 parameter.parameter.grad = parameter.consume()

@@ -1,6 +1,6 @@
 """One gradient's way to its update and back, for a layer that the CPU updates.
 
-    gradient's hook    take              p.grad ─▶ its layer, and a placeholder ─▶ p.grad
+    the layer's last   take              p.grad of each ─▶ its layer, and a placeholder ─▶ p.grad
     the layer is full  send              its gradients ─▶ the `grads` plane in host memory, on a stream of their own
     sender thread      on_departure      this copy has ended: GradReady ─▶ optimizer
     receiver thread    on_weights_ready  optimizer ─▶ WeightsReady: the `weights` plane ─▶ parameters, on another stream
@@ -58,23 +58,28 @@ class RoundTrip:
 
     # ------------------------------------------------------------ to the optimizer: autograd's threads
 
-    def take(self, parameter: TrainedParameter, tensor: Tensor) -> None:
-        """Give the complete gradient of `tensor`, the parameter, to its layers. Send those that are full now."""
-        stream = self._transfers.stream()
+    def take(self, parameter: TrainedParameter, tensor: Tensor, stream: Stream) -> None:
+        """Give the complete gradient of `tensor`, the parameter, computed on `stream`, to its layers.
+
+        Send those that are full now.
+        """
         # The usual case, in which the gradient in `p.grad` is the step's, and nobody else has it.
         is_own = parameter.sum is None and has_gradient_of_its_own(tensor, parameter.own)
-        full = parameter.fill(None if is_own else self._given(parameter), self._health.life.step, stream)
+        gradient = parameter.gradient(tensor) if is_own else self._given(parameter, tensor)
+        full = parameter.fill(gradient, self._health.life.step, stream)
         tensor.grad = parameter.consume()
         for layer in full:
             self._meter.backward(layer.lid)
-            self.send(layer, stream)
+            self.send(layer, self._transfers.stream())
 
-    def _given(self, parameter: TrainedParameter) -> Tensor | None:
-        """The sum over several backwards, or a copy of a tensor that the loop keeps; None for what is in `p.grad`."""
+    def _given(self, parameter: TrainedParameter, tensor: Tensor) -> Tensor:
+        """The sum over several backwards, a copy of a tensor that the loop keeps, or what is in `p.grad`."""
         if not parameter.is_in_place:
             self._health.refuse(f"the storage of {parameter.name} was replaced in the middle of a backward")
         total = None if parameter.sum is None else self._accumulation.take(parameter)
-        return self._kept.copy_of(parameter) if total is None else total
+        if total is None:
+            total = self._kept.copy_of(parameter)
+        return parameter.gradient(tensor) if total is None else total
 
     def send(self, layer: TrainedLayer, stream: Stream) -> None:
         """Send a full layer's gradients to the optimizer, or to the device's updates. `stream` is the current one."""
