@@ -159,9 +159,15 @@ def _hyper(value: Any) -> Any:
     return _reader(typing.cast(Hashable, HYPERS[value[0]]))(value[1:])
 
 
+#: The types of most values, which msgpack takes.
+_PLAIN: Final = frozenset({int, float, str, bool, bytes, types.NoneType})
+
+
 def _plain(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
     if (names := _names(typing.cast(Hashable, type(value)))) is not None:
-        fields = [_plain(getattr(value, name)) for name in names]
+        fields = [each if type(each := getattr(value, name)) in _PLAIN else _plain(each) for name in names]
         return [type(value).__name__, *fields] if isinstance(value, Hyper) else fields
     if isinstance(value, tuple) and not (value and isinstance(value[0], str | int | float)):  # as the others, then
         return [_plain(item) for item in value]

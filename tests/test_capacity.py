@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,12 +37,17 @@ def tell(
     With negative `fragments`, segments can grow, and torch counts what is free in them.
     """
     told = {"mem_get_info": (there * GB, 100 * GB), "get_per_process_memory_fraction": cap}
-    told |= {"memory_reserved": reserved * GB, "memory_allocated": allocated * GB, "max_memory_allocated": peak * GB}
-    told["memory_stats"] = {"inactive_split_bytes.all.peak": abs(fragments) * GB}
+    told |= {"memory_reserved": reserved * GB, "memory_allocated": allocated * GB}
+    told["memory_stats_as_nested_dict"] = counted(allocated, peak, fragments)
     told |= {"get_allocator_backend": "native", "memory_snapshot": [{"is_expandable": fragments < 0}]}
     for name, value in told.items():
         patch.setattr(torch.cuda, name, lambda *_, value=value: value)
     return GpuMemory(torch.device("cuda"))
+
+
+def counted(allocated: float, peak: float, fragments: float = 0) -> dict[str, Any]:
+    numbers = {"allocated_bytes": (allocated, peak), "inactive_split_bytes": (0, abs(fragments))}
+    return {name: {"all": {"current": now * GB, "peak": most * GB}} for name, (now, most) in numbers.items()}
 
 
 def free(memory: GpuMemory) -> int | None:
@@ -100,7 +107,7 @@ def test_what_is_lent_is_used_until_it_is_back_and_then_not_needed_by_steps(monk
         told["allocated"] += gb
         told["peak"] = max(told.values())
 
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: told["peak"] * GB)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: counted(**told))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: told.update(peak=told["allocated"]))
     monkeypatch.setattr(torch, "empty", lambda nbytes, **_: allocate(nbytes / GB) or "lent")
     assert memory.lend(int((usable - 29) / 2 * GB)) is None, "a step has needed 30, and as much has to stay free"

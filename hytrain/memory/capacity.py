@@ -83,7 +83,7 @@ class GpuMemory:
             usable, cap = self._limits()
             self._usable = usable - self._fragments() - int(GPU_MARGIN * cap)
         self._asked += 1
-        now = torch.cuda.memory_allocated(self._device) - self._lent
+        now = self._counted("allocated_bytes", "current") - self._lent
         return Room(self._usable - self._lent, self._peak(), now)
 
     def lend(self, nbytes: int) -> Tensor | None:
@@ -120,12 +120,17 @@ class GpuMemory:
             self._is_expandable = any(segment.get("is_expandable") for segment in segments) if segments else None
         if self._is_expandable:
             return 0
-        return int(torch.cuda.memory_stats(self._device).get("inactive_split_bytes.all.peak", 0))
+        return self._counted("inactive_split_bytes", "peak")
 
     def _peak(self) -> int:
         """The most that was allocated, without what is lent."""
-        peak = torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
-        return max(self._needed, peak - self._lent)
+        return max(self._needed, self._counted("allocated_bytes", "peak") - self._lent)
+
+    def _counted(self, what: str, when: str) -> int:
+        """Of `torch.cuda.memory_stats`, which sorts all of its numbers each time."""
+        if self._device.type != "cuda":
+            return 0
+        return int(torch.cuda.memory_stats_as_nested_dict(self._device).get(what, {}).get("all", {}).get(when, 0))
 
     def _settle(self) -> None:
         """The lent part is about to change: note the peak so far."""

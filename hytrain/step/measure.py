@@ -285,10 +285,15 @@ class Meter:
 
     def _intervals(self, marks: StepMarks) -> list[Interval]:
         """The intervals between marks. A stall at a module's entry is attributed to the module's first layer."""
-        first = next(marks.marks(), None)
+        first, known = next(marks.marks(), None), dict[int, float]()
+
+        def at_s(mark: Mark) -> float:
+            if (found := known.get(id(mark))) is None:
+                found = known[id(mark)] = self._clock.seconds((first, mark))
+            return found
 
         def interval(kind: str, lids: tuple[int, ...], began: Mark, ended: Mark, step: int = marks.step) -> Interval:
-            return Interval(kind, lids, step, self._clock.seconds((first, began)), self._clock.seconds((first, ended)))
+            return Interval(kind, lids, step, at_s(began), at_s(ended))
 
         found: list[Interval] = []
         noticed: list[Interval] = []  # while the thread waited, in the forward of whichever module was under way
