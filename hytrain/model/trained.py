@@ -13,11 +13,10 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from sys import getrefcount
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
 from hytrain.memory.clock import Stream
 from hytrain.memory.planes import DTYPES, ArenaPlanes, DevicePlanes, Moving, Planes
@@ -47,6 +46,9 @@ from protocol.handles import EXACT, ArenaLayout, Precision
 from protocol.messages import Layer, Segment
 from protocol.placement import Placement
 
+#: What torch's `TensorWeakRef` calls with what a weak reference returns, but each call of that takes a microsecond, and
+#: each step has several for each parameter.
+_fix_weakref: Final[Callable[[Tensor], None]] = torch._C.TensorBase._fix_weakref  # type: ignore[attr-defined]
 #: The dtypes of state wherever it is not in planes. float8's codes become the numbers that they stand for.
 _OUTSIDE: Final = DTYPES | {"float8": torch.bfloat16}
 
@@ -75,7 +77,7 @@ class TrainedParameter:
         self, name: str, parameter: nn.Parameter, group: int, rule: str = "adamw", precision: Precision = EXACT
     ) -> None:
         self.name, self.group, self.rule = name, group, rule
-        self._parameter: Callable[[], Tensor | None] = TensorWeakRef(parameter)
+        self._reference: Callable[[], Any] = weakref.ref(parameter)
         self.plane_dtypes = plane_dtypes(parameter, rule, precision)
         self.count = 0
         self.step = self.backward = -1
@@ -116,9 +118,10 @@ class TrainedParameter:
 
     @property
     def parameter(self) -> nn.Parameter:
-        parameter = self._parameter()
+        parameter: nn.Parameter | None = self._reference()
         assert parameter is not None, f"{self.name} has gone with its optimizer, which keeps it"
-        return parameter  # type: ignore[return-value]
+        _fix_weakref(parameter)
+        return parameter
 
     @property
     def is_updated_on_host(self) -> bool:
@@ -127,11 +130,11 @@ class TrainedParameter:
 
     @property
     def is_gone(self) -> bool:
-        return self._parameter() is None
+        return self._reference() is None
 
     def let_go(self) -> None:
         """It is trained no more: not even a weak reference is left, in the way of `torch.utils.swap_tensors`."""
-        self._parameter = lambda: None
+        self._reference = lambda: None
 
     def watch_with(self, watched: type) -> None:
         """The parameter's class is `watched` from now on, and its present one while a gate's module runs."""
@@ -146,8 +149,7 @@ class TrainedParameter:
     @property
     def is_in_place(self) -> bool:
         """Whether the parameter still has the storage that HyTrain writes, which `share_memory_()` may have moved."""
-        parameter = self._parameter()
-        return parameter is None or same_address(parameter, self.own)
+        return self.is_gone or same_address(self.parameter, self.own)
 
     def follow(self) -> None:
         """Train the parameter in the storage that it has now. For autograd this is no write."""
@@ -254,7 +256,12 @@ def _written(there: dict[TrainedParameter, Tensor]) -> list[TrainedParameter]:
 
 
 def _there(parameters: Iterable[TrainedParameter]) -> dict[TrainedParameter, Tensor]:
-    return {known: tensor for known in parameters if (tensor := known._parameter()) is not None}
+    there = dict[TrainedParameter, Tensor]()
+    for known in parameters:
+        if (tensor := known._reference()) is not None:
+            _fix_weakref(tensor)
+            there[known] = tensor
+    return there
 
 
 @dataclass(slots=True)
