@@ -57,20 +57,16 @@ class Backward:
         In a step's last backward it waits there until all of its layer have come: one after the other, they take a
         third of the time that they would take between two of autograd's operators.
         """
-        life, stream = self._health.life, self._transfers.stream()
-        if life.state is State.COMMITTING and len(parameter.places) == 1 and parameter.shared_in != life.backward:
-            layer, _ = parameter.places[0]
-            waiting = layer.waiting
-            is_first = parameter not in waiting
-            if is_first:
-                waiting[parameter] = tensor, stream
-                if len(waiting) + len(layer.filled) < len(layer.segments):
-                    return
+        life, stream, places = self._health.life, self._transfers.stream(), parameter.places
+        waits = life.state is State.COMMITTING and len(places) == 1
+        if not waits or life.backward in (parameter.backward, parameter.shared_in):
+            with unwatched():
+                self._take(parameter, tensor, stream)
+            return
+        layer, _ = places[0]
+        layer.waiting[parameter] = tensor, stream
+        if len(layer.waiting) + len(layer.filled) == len(layer.segments):
             self._take_waiting(layer)
-            if is_first:
-                return
-        with unwatched():
-            self._take(parameter, tensor, stream)
 
     def _take_waiting(self, layer: TrainedLayer) -> None:
         waiting, layer.waiting = layer.waiting, {}
