@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.checks import Groups
+from hytrain.config import Cluster
 from hytrain.errors import UnsupportedError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.torch_backend import vectors
 from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, host_free, require_host_memory
+from hytrain.memory.lending import Lending
 from hytrain.memory.transfer import transfers_for
 from hytrain.memory.visits import ring_bytes
 from hytrain.model import fsdp
@@ -37,6 +39,7 @@ from hytrain.options import Options
 from hytrain.run import environment
 from hytrain.run.calibration import calibrate
 from hytrain.run.cluster import PrivateCluster
+from hytrain.run.lender import Lender
 from hytrain.run.link import Link
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
@@ -203,6 +206,7 @@ class Build:
             activations=activations,
             blocks=self.blocks,
             is_stage=site.stage is not None,
+            lending=Lending(self.parameters, self.transfers, partial(_lender, cluster, rank)),
             trace=TraceWriter(cluster.run_dir, link.address, EVERY_STEP if cluster.trace else NO_STEP),
             updater=f"optimizer-{rank} (process {cluster.optimizer_pids[rank]})",
             hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,
@@ -272,6 +276,11 @@ class Build:
         self._site.first.clear()
         for segment in (segment for layer in self.layers for segment in layer.segments):
             segment.first = None
+
+
+def _lender(cluster: Cluster, rank: int, lending: Lending) -> Callable[[], None]:
+    """Open the door at which other processes ask for weights. Returns what closes it."""
+    return Lender(lending, socket_dir=cluster.socket_dir, token=cluster.token, rank=rank).close
 
 
 def _host_backend(name: str) -> Backend:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from hytrain.errors import ConfigError, UsageError
-from hytrain.memory.lending import Lent
+from hytrain.memory.lending import Loan
 from hytrain.memory.transfer import Transfer
+from hytrain.model import fsdp
 from hytrain.model.consumed import SCALER
+from hytrain.model.given import tensors_of
 from hytrain.model.layers import clean
 from hytrain.model.parts import Parts
 from hytrain.model.watched import unwatched
@@ -199,14 +201,24 @@ class Optimizer(StartedOptimizer):
         """
         return self._accumulation.held()
 
-    def lend_weights(self) -> dict[str, Lent]:
-        """Wait for all updates, and say where another process finds the present weights, by the parameters' names.
+    def lend_weights(self) -> Loan:
+        """Lend the present weights to other processes of this user, which `hytrain.weights.attach(opt.run_dir)`.
 
-        They are in shared memory: what the CPU updates is there in any case, the rest is copied. They stay as they are
-        until updates begin in the step's last backward, and nobody may write them. A descriptor is this process's,
-        until the next call.
+        Waits for all updates. Training may go on: who has attached them sees this step's until it releases them. What
+        the CPU updates is lent where it is in host memory, the rest is copied. docs/lending.md says more.
+
+        Returns:
+            A context, at whose end they are taken back: nobody can attach them any more. The next call takes them back,
+            too. By name, it has where the tensors are, until then.
+
+        Raises:
+            UsageError: Called between backward and `step()`, when updates have begun.
+            CapacityError: Host memory has no room for the copies.
         """
-        return self._engine.lend_weights()
+        model = self._session.model
+        self._engine.before_load("opt.lend_weights()")
+        fsdp.reshard(model)  # or else some parameters are not there by their names
+        return self._engine.lend_weights(tensors_of(model))
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> Transfer | None:
         """Add gradients that were computed elsewhere to this step's sums, as a backward does that is not its last.

@@ -52,6 +52,7 @@ from torch import nn
 from hytrain.algorithms import ADAMW
 from hytrain.build import build_layers
 from hytrain.memory import visits
+from hytrain.memory.lending import Lending
 from hytrain.model.layers import ModelLayer, Piece
 from hytrain.model.offloaded import _offloaded
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
@@ -149,7 +150,7 @@ class Run:
             "host_free": lambda: None,
             "blocks": self.blocks,
         }
-        parts |= {"hold_bytes": self.hold_bytes, "trace": OFF}
+        parts |= {"hold_bytes": self.hold_bytes, "trace": OFF, "lending": Lending(self.parameters, self.streams)}
         counted = {id(known.parameter) for known in self.parameters}
         made = engine.Engine(
             self.layers,

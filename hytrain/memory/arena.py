@@ -14,11 +14,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import resource
 import socket
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Final
 
 from hytrain.state.locks import said
@@ -31,6 +34,7 @@ _F_ADD_SEALS: Final = 1033
 _F_SEAL_SHRINK_AND_GROW: Final = 0x2 | 0x4
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 _MADV_POPULATE_WRITE, _POPULATED_BYTES = 23, 32 << 20
+_MADV_DONTFORK: Final = 10
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 HUGE_PAGE_BYTES: Final = 2 << 20
@@ -42,6 +46,8 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_numbers: Final = itertools.count()
 
 
 class Mapping:
@@ -60,10 +66,13 @@ class Mapping:
         address = ctypes.addressof(ctypes.c_char.from_buffer(room))
         start = -address % HUGE_PAGE_BYTES
         self.address, self.nbytes = address + start, nbytes
-        access, how = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-        if _libc.mmap(self.address, nbytes, access, how, descriptor, 0) != self.address:
-            raise OSError(ctypes.get_errno(), f"an arena of {nbytes} bytes cannot be mapped")
+        self._map(0, nbytes, descriptor, 0, mmap.PROT_READ | mmap.PROT_WRITE)
         self.buffer = memoryview(room)[start : start + nbytes]
+
+    def _map(self, start: int, nbytes: int, descriptor: int, offset: int, access: int) -> None:
+        at = self.address + start
+        if _libc.mmap(at, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, offset) != at:
+            raise OSError(ctypes.get_errno(), f"an arena of {nbytes} bytes cannot be mapped")
 
     def populate(self, nbytes: int) -> None:
         """Give the first bytes their pages, before they are pinned: the driver launches nothing while it does so.
@@ -72,6 +81,32 @@ class Mapping:
         """
         for start in range(0, nbytes, _POPULATED_BYTES):
             _libc.madvise(self.address + start, min(_POPULATED_BYTES, nbytes - start), _MADV_POPULATE_WRITE)
+
+
+class ReadOnlyMapping(Mapping):
+    """A mapping that this process only reads: to write into it is SIGSEGV. A forked child has none of it."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        super().__init__(descriptor, nbytes)
+        _libc.mprotect(self.address, nbytes, mmap.PROT_READ)
+        _libc.madvise(self.address, nbytes, _MADV_DONTFORK)  # nobody would tell it when bytes are elsewhere
+
+    def replace(self, start: int, nbytes: int, descriptor: int, offset: int) -> None:
+        """Show these bytes of another file from now on. All are multiples of a page. No reader sees anything between.
+
+        Raises `OSError`.
+        """
+        self._map(start, nbytes, descriptor, offset, mmap.PROT_READ)
+        _libc.madvise(self.address + start, nbytes, _MADV_DONTFORK)
+
+    @contextmanager
+    def writable(self, start: int, nbytes: int) -> Iterator[None]:
+        """CUDA registers only memory that may be written. It stays registered when it may not any more."""
+        _libc.mprotect(self.address + start, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+        try:
+            yield
+        finally:
+            _libc.mprotect(self.address + start, nbytes, mmap.PROT_READ)
 
 
 def allow_descriptors(layers: int) -> None:
@@ -88,10 +123,12 @@ def allow_descriptors(layers: int) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Memory:
-    """Shared memory with weights. Another process maps so many bytes of its descriptor."""
+    """Shared memory with weights, from byte `start` on. Another process maps so many bytes of its descriptor."""
 
     descriptor: int
     nbytes: int
+    start: int = 0
+    number: int = field(default_factory=_numbers.__next__)  # of this process's
 
 
 class SharedMemory:

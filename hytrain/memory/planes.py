@@ -49,8 +49,8 @@ class ArenaPlanes:
         self._file, self._transfers = file, transfers
         self._pinned, self._pinning = set[str](), threading.Lock()  # a handover pins on its own thread
         layout = file.layout
-        self.memory = Memory(file.descriptor, layout.shared_nbytes)  # with the weights, for other processes
         grads, shared, end = layout.plane_nbytes["grads"], layout.shared_nbytes, layout.nbytes
+        self.memory = Memory(file.descriptor, shared, grads)  # with the weights, for other processes
         self._ranges = {"grads": (0, grads), "weights": (grads, shared - grads), "state": (shared, end - shared)}
         try:
             self._mapping = Mapping(file.descriptor, layout.nbytes)

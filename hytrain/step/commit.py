@@ -56,7 +56,7 @@ class Commit:
         self._transfers, self._meter, self._health = common.transfers, common.meter, common.health
         self._verdicts, self._accumulation, self._kept = common.verdicts, common.accumulation, common.kept
         self._trip, self._device, self._masters, self._boundary = trip, device, masters, boundary
-        self._host, self._read_groups = host, read_groups
+        self._host, self._read_groups, self._lending = host, read_groups, common.lending
         self._overlap, self._is_stage = common.overlap, common.is_stage
         self._groups_seen: tuple[Hyper, ...] = ()  # at the end of a backward that began no updates
 
@@ -73,6 +73,7 @@ class Commit:
 
     def begin_step(self) -> None:
         """The step's updates are about to begin: fix masters and hyperparameters for this step."""
+        self._lending.before_writes()
         self._verdicts.count_last()
         self._masters.begin_step()
         for layer in self._layers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hytrain.memory.lending import Lending
 from hytrain.memory.transfer import Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import TrainedLayer, TrainedParameter
@@ -34,6 +35,7 @@ class Common:
     kept: KeptGradients
     visits: Visits
     offload: Offload
+    lending: Lending
     activations: Activations | None
     overlap: bool
     is_stage: bool

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from typing import Final
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.memory.capacity import Room
-from hytrain.memory.lending import Lending, Lent
+from hytrain.memory.lending import Lending, Loan
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.memory.visits import Visits
@@ -81,6 +81,8 @@ _log = logging.getLogger(__name__)
 class Engine:
     """The layers of one model, and what happens to them in a step."""
 
+    _steps_before, _is_asked_to_save = 0, False
+
     def __init__(
         self,
         layers: list[TrainedLayer],
@@ -99,6 +101,7 @@ class Engine:
         ranks: Ranks,
         counted: Set[int],
         trace: TraceWriter,
+        lending: Lending,
         activations: Activations | None = None,
         check: SelfCheck | None = None,
         blocks: Sequence[OffloadedBlock] = (),
@@ -107,9 +110,7 @@ class Engine:
         hang_timeout_s: float = math.inf,
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
-        self._activations, self._accumulation = activations, accumulation
-        self._steps_before, self._is_asked_to_save = 0, False
-        self._lending: Lending | None = None  # once weights were lent
+        self._activations, self._accumulation, self._lending = activations, accumulation, lending
         #: Asked when the model is entered between steps: whether another engine has taken over.
         self.renew: Callable[[], bool] = lambda: False
         self._health = Health(accumulation.timing, updater, hang_timeout_s)
@@ -134,6 +135,7 @@ class Engine:
             kept=KeptGradients(),
             visits=self._visits,
             offload=self._offload,
+            lending=self._lending,
             activations=activations,
             overlap=options.overlap,
             is_stage=is_stage,
@@ -240,11 +242,10 @@ class Engine:
         """
         return self.backward.add(gradients)
 
-    def lend_weights(self) -> dict[str, Lent]:
-        """Wait for all updates. Returns where another process finds each parameter's weights, by its name."""
+    def lend_weights(self, tensors: Mapping[str, Tensor]) -> Loan:
+        """Wait for all updates, then lend what is in the model's `tensors`."""
         self.import_written()
-        self._lending = self._lending or Lending(self._parameters)
-        return self._lending.weights()
+        return self._lending.lend(self.steps, tensors)
 
     def drop_gradients(self) -> None:
         """Discard the sums of gradients. Raises `UsageError` if the step's updates have begun."""
@@ -420,8 +421,7 @@ class Engine:
         for layer in self._layers:
             layer.close()
         self._visits.close()
-        if self._lending is not None:
-            self._lending.close()
+        self._lending.close()
         if self._activations is not None:
             self._activations.close()
         self._verdicts.close()

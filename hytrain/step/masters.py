@@ -50,7 +50,7 @@ class Masters:
 
     def __init__(self, common: Common, reads: Reads, uses: Uses) -> None:
         self._parameters, self._transfers, self._health = common.parameters, common.transfers, common.health
-        self._reads, self._uses, self._offload = reads, uses, common.offload
+        self._reads, self._uses, self._offload, self._lending = reads, uses, common.offload, common.lending
         self.state_was_loaded = False
         self._next = 0
         self._samples: list[_Sample] = []
@@ -196,6 +196,7 @@ class Masters:
     def _import(self, parameters: list[TrainedParameter], *, keep_remainder: bool) -> None:
         """Make the values of `parameters` the masters: exactly, or with the remainders that belong to them."""
         self._reads.synchronize()
+        self._lending.before_writes()
         self._transfers.drain()
         copies: list[Copy] = []
         for known in parameters:

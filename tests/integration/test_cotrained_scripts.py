@@ -27,8 +27,9 @@ import hytrain
 from examples.studies.cotraining import partner, shares
 from examples.studies.cotraining.shares import CoTraining, cotrain
 from examples.studies.cotraining.told import Told
-from examples.studies.cotraining.work import moved, over
+from examples.studies.cotraining.work import moved
 from hytrain.errors import ClusterError, ConfigError, UnsupportedError, UsageError
+from hytrain.model.given import give
 
 PARTS = 4
 LOSS = partial(share_of_loss, parts=PARTS)
@@ -419,7 +420,7 @@ def test_what_the_cpu_trainer_is_told() -> None:
     told = Told(model, dict(model.named_parameters()))
     with torch.device("meta"):
         other = Turned()
-    over(other, dict(model.named_parameters()), told.others)
+    give(other, dict(model.named_parameters()), told.others, who="build()")
     assert other.blocks[1].turns.angles is told.others["blocks.1.turns.angles"]
     told.require({}, torch.device("cpu"))
     model.blocks[1].weight = model.blocks[0].weight

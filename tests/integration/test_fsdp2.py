@@ -45,6 +45,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hytrain
 from hytrain.errors import HyTrainError, StaleReadError
+from hytrain.memory.arena import Mapping
+from hytrain.memory.lending import view
 from hytrain.step import activations, check
 from hytrain.step.activations import Activations
 from workers.coordinate.records import LOG_PATIENCE_STEPS
@@ -394,6 +396,30 @@ def compare_offloaded() -> int:
 def test_activations_in_host_memory(two_ranks: RankGroup) -> None:
     """Weights that are gathered are none, though autograd saves them: FSDP2 frees them and gathers them again."""
     assert all(sent > 20 for sent in two_ranks.run(compare_offloaded))
+
+
+def lend_shards() -> None:
+    """After an evaluation, which leaves the outermost parameters gathered."""
+    model = frozen_scales()
+    with adamw(model, k=0.4) as opt:
+        for step in range(3):
+            loss_of(model, step).backward()
+            opt.step()
+            opt.zero_grad()
+        expected = {name: local(parameter).detach().clone() for name, parameter in model.named_parameters()}
+        with torch.no_grad():
+            model.eval()(tokens(0, 0))
+        with opt.lend_weights() as lent:
+            found = {
+                name: view(Mapping(each.memory.descriptor, each.memory.nbytes), each.offset, each.dtype, each.shape)
+                for name, each in lent.items()
+            }
+            assert differing(found, expected) == []
+            assert {name for name in lent if lent[name].kind == "frozen"} == {n for n in lent if n.endswith("scale")}
+
+
+def test_each_rank_lends_its_shards(two_ranks: RankGroup) -> None:
+    two_ranks.run(lend_shards)
 
 
 def compare_hybrid() -> None:

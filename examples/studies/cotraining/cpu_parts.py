@@ -33,9 +33,10 @@ from examples.studies.cotraining.wire import (
     read,
     written,
 )
-from examples.studies.cotraining.work import found, over, unpacked
+from examples.studies.cotraining.work import found, unpacked
 from hytrain.memory import arena
 from hytrain.memory.lending import view
+from hytrain.model.given import give
 from hytrain.model.layers import clean
 
 
@@ -57,7 +58,7 @@ class CpuParts:
         self._loss = found(work["loss"])
         with torch.device("meta"):
             self._model: nn.Module = found(work["build"])()
-        self._parameters = [*over(self._model, trained, others).values()]
+        self._parameters = [*give(self._model, trained, others, who="build()").values()]
         torch.set_num_threads(settings["threads"])  # after the imports, which may have set them
         for name, module in self._model.named_modules():
             module.training = clean(name) not in work["evaluated"]

@@ -39,6 +39,7 @@ from hytrain.config import ClusterConfig
 from hytrain.errors import CapacityError, ClusterError, ConfigError, UnsupportedError, UsageError
 from hytrain.memory.capacity import host_bound
 from hytrain.memory.clock import Clock, CudaClock, HostClock, Mark, Span
+from hytrain.memory.lending import TRAINED, Loan
 from hytrain.model.layers import clean
 from hytrain.optim import Optimizer
 from hytrain.tensors import is_distributed
@@ -115,8 +116,9 @@ class CoTraining:
         self.say: Callable[[str], None] | None = None
         self.numbers: dict[str, float] = {}
         self._opt, self._model, self._loss = opt, model, loss
-        trained = {clean(name): parameter for name, parameter in model.named_parameters()}
-        trained = {name: trained[name] for name in opt.lend_weights()}
+        with opt.lend_weights() as lent:
+            named = {clean(name): parameter for name, parameter in model.named_parameters()}
+            trained = {name: each for name, each in named.items() if name in lent and lent[name].kind == TRAINED}
         self._device = next(iter(trained.values())).device
         self._clock: Clock = CudaClock(self._device) if self._device.type == "cuda" else HostClock()
         most = _most(parts, cpu_parts, sum(parameter.nbytes for parameter in trained.values()), host_bound(None))
@@ -130,6 +132,7 @@ class CoTraining:
         self._steps, self._next_trial, self._trial = 0, FIRST_TRIAL, _NONE
         self._is_warm = False
         self._partner: Partner | None = None
+        self._lent: Loan | None = None
         self._close_partner: Callable[[], object] = lambda: None
         if most:
             self._told = Told(model, trained.keys())
@@ -217,6 +220,7 @@ class CoTraining:
                 losses[index] = computed.loss
                 adds.append((before, self._clock.mark()))
                 seconds.append(computed.seconds)
+        self._take_back()
         train(last)
         if count == self._parts:
             self._ended = _Ended(
@@ -253,7 +257,14 @@ class CoTraining:
             return {}
         assert self._partner is not None, "nobody else trains parts"
         parts = [(batch, self._seed_of(index)) for index, batch in batches.items()]
-        return dict(zip(batches, self._partner.hand_over(self._opt.lend_weights(), parts), strict=True))
+        self._lent = self._opt.lend_weights()
+        return dict(zip(batches, self._partner.hand_over(self._lent, parts), strict=True))
+
+    def _take_back(self) -> None:
+        """The CPU trainer uses the weights no more, unless for a trial, of which only the time is used."""
+        if self._lent is not None:
+            self._lent.close()
+            self._lent = None
 
     def _add(self, partner: Partner, slot: int, computed: Computed) -> bool:
         """Add a part's gradients to the step's. Returns whether they could be."""

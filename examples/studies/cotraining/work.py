@@ -17,12 +17,11 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hytrain.errors import ConfigError, UnsupportedError
 from hytrain.memory import arena
 from hytrain.memory.lending import view
-from hytrain.model.layers import clean
 from hytrain.tensors import is_plain, on_device
 
 #: Tensors of a micro-batch begin at multiples of so many bytes.
@@ -166,36 +165,3 @@ def seed_of(seed: int, step: int, part: int) -> int:
     """The seed of one part of a step's batch."""
     digest = hashlib.blake2b(f"{seed} {step} {part}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
-
-
-def over(model: nn.Module, trained: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Give a model that was built without memory its tensors: `trained` parameters, and frozen ones and buffers.
-
-    Returns the trained ones by name. Raises `ConfigError` if the model has other ones than these.
-    """
-    parameters = {clean(name): parameter for name, parameter in model.named_parameters()}
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    needed, given = parameters | {clean(name): buffer for name, buffer in buffers.items()}, {**trained, **others}
-    for name in sorted(needed.keys() | given.keys()):
-        if _kind(needed.get(name)) != _kind(given.get(name)):
-            raise ConfigError(
-                f"build() makes another model than the one that is trained: its {name} is {_kind(needed.get(name))} "
-                f"in place of {_kind(given.get(name))}"
-            )
-    made = {old: nn.Parameter(given[name], requires_grad=name in trained) for name, old in parameters.items()}
-    for path, owner in model.named_modules():
-        owner._parameters.update({name: made[old] for name, old in owner._parameters.items() if old is not None})
-        lost = [name for name, value in vars(owner).items() if isinstance(value, Tensor) and value.is_meta]
-        if lost:
-            raise ConfigError(
-                f"{f'{path}.{lost[0]}'.lstrip('.')} is a tensor that is no buffer, and has no values if the model is "
-                "built without memory: make it one with register_buffer"
-            )
-    for name in buffers:
-        path, _, leaf = name.rpartition(".")
-        model.get_submodule(path)._buffers[leaf] = given[clean(name)]
-    return {name: made[parameters[name]] for name in trained}
-
-
-def _kind(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
