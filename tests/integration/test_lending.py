@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import runpy
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +20,7 @@ import psutil
 import pytest
 import torch
 from helpers import DEADLINE_S, adamw, differing, state, train, wait_for, wait_for_coordinator, weights
-from programs import SCRIPTS, go_on, read_until, started
+from programs import ROOT, SCRIPTS, go_on, read_until, started
 from small_models import behind_frozen, gpt2, llama, perceptron, square_loss, tokens
 from test_k_invariance import CHOICES
 from torch import Tensor, nn
@@ -488,3 +491,23 @@ def test_a_loan_needs_no_arena_that_its_layer_has_left() -> None:
     assert loan.free() is kept
     kept.shared.close()
     loan.copies.close()
+
+
+@pytest.mark.usefixtures("own_run")
+def test_a_policy_learns_from_what_another_process_samples(
+    trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example in its small form. It ends with the time of each phase."""
+    example = ROOT / "examples/grpo_one_gpu.py"
+    monkeypatch.setattr(sys, "argv", [str(example), "--small"])
+    monkeypatch.chdir(tmp_path)
+    script = runpy.run_path(str(example), run_name="grpo")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TRL's
+        with started(sys.executable, example, "--small", "--sampler", cwd=tmp_path) as sampler:
+            assert read_until(sampler, "ready")
+            script["train"](sampler)
+    printed = capsys.readouterr().out
+    rewards = [float(reward) for reward in re.findall(r"^step \d+: reward ([\d.]+)$", printed, re.M)]
+    assert len(rewards) >= 6 and rewards[-1] > 2 * rewards[0]
+    assert re.findall(r"^(\w+): [\d.]+ ms per step$", printed, re.M) == ["lend", "attach", "sample", "train"]
