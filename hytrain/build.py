@@ -195,7 +195,7 @@ class Build:
             transfers=self.transfers,
             host=self._host,
             read_groups=site.groups.read,
-            gpu_room=site.memory.room,
+            memory=site.memory,
             host_free=self._host_free,
             hold_bytes=self._hold_bytes,
             accumulation=site.accumulation,

@@ -190,7 +190,7 @@ class Optimizer(StartedOptimizer):
         """
         if self._options.loss_scale is None:
             return loss
-        scaling = self._engine.loss_scale
+        scaling = self._engine.verdicts.loss_scale
         assert scaling is not None, "it is an option"
         return scaling.scale(loss)
 
@@ -292,7 +292,7 @@ class Optimizer(StartedOptimizer):
         It is computed if a step needs it: with `on_nonfinite`, with `loss_scale` (the norm is unscaled), or with
         `max_grad_norm` and global clipping. Reading its value waits for the device.
         """
-        return None if self._started is None else self._engine.grad_norm
+        return None if self._started is None else self._engine.verdicts.grad_norm
 
     @property
     def loss_scale(self) -> Tensor | None:
@@ -300,7 +300,7 @@ class Optimizer(StartedOptimizer):
 
         It changes at the end of a step's last backward. Reading its value waits for the device.
         """
-        return None if self._options.loss_scale is None else cast(LossScale, self._engine.loss_scale).value
+        return None if self._options.loss_scale is None else cast(LossScale, self._engine.verdicts.loss_scale).value
 
     @property
     def skipped_steps(self) -> int:
@@ -308,7 +308,7 @@ class Optimizer(StartedOptimizer):
 
         The last step may be missing: its norm may not be known yet.
         """
-        return 0 if self._started is None else self._engine.skipped_steps
+        return 0 if self._started is None else self._engine.verdicts.skipped
 
     def statistics(self) -> Statistics:
         """The last finished step: its time, stall, k, and the layers that the GPU owns."""

@@ -261,8 +261,8 @@ class Session(Site):
         for rest in self.resting:
             rest.name = names[id(rest.parameter)]
         self.resting.give(self.parameters)
-        if self.engine.loss_scale is not None:
-            self.engine.loss_scale.load(loss_scale)
+        if self.engine.verdicts.loss_scale is not None:
+            self.engine.verdicts.loss_scale.load(loss_scale)
         self.restored(steps)
         self.engine.state_was_loaded()
 

@@ -282,8 +282,11 @@ class PositionsLearned(Message, by="trainer"):
         _require(sorted(self.positions) == list(range(len(self.positions))), "positions must be a permutation")
 
 
-class PlanesReady(Message, by="optimizer"):
-    """Optimizer to trainer, with the descriptor of a layer's arena (SCM_RIGHTS). The memory is touched and zeroed."""
+class PlanesReady(Message, by="optimizer trainer"):
+    """Optimizer to trainer, with the descriptor of a layer's arena (SCM_RIGHTS). The memory is touched and zeroed.
+
+    Trainer to optimizer, before `Evicted`: the arena that it has made itself, with the layer's state.
+    """
 
     lid: Count
     nbytes: Positive
@@ -400,6 +403,19 @@ class PlanApplied(Message, by="trainer"):
     places: Places
     moved: int
     handover_s: float
+
+
+class Evicted(Message, by="trainer"):
+    """Trainer to both: a layer's state has left the GPU, in step `step`, and visits it from now on. No plan said so.
+
+    So many bytes were freed there in `evict_s`, for `reason`.
+    """
+
+    lid: Count
+    step: Count
+    nbytes: Count
+    evict_s: float
+    reason: str
 
 
 class AllocatePlanes(Message, by="trainer"):

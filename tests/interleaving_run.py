@@ -89,6 +89,7 @@ class Run:
         # Of what waits for visits. A layer has two or four tiles at most.
         self.hold_bytes = random.Random(-seed).choice((0, 4 * 12 * TILE, 1 << 30))
         self._chance = random.Random(-seed)
+        self._memory_runs_out = partial(random.Random(seed + 1).random)
         self.blocks = [_offloaded(gate) for gate in self.gates if chance.random() < share]
         self.world = World(self.rng, self.scheduler, self.layers, chance)
         self.streams, self.book = Streams(self.world, offloaded=share > 0), PlanBook("trainer", layers)
@@ -146,7 +147,7 @@ class Run:
         parts |= {"host": Device(self.world, self.streams), "options": options}
         parts |= {
             "read_groups": lambda: (HYPER,),
-            "gpu_room": lambda: None,
+            "memory": SimpleNamespace(room=lambda: None, begin_anew=lambda: None),
             "host_free": lambda: None,
             "blocks": self.blocks,
         }
@@ -229,6 +230,11 @@ class Run:
         engine.close("closed")
         require(not self.streams.pinned, "I2: memory is still pinned when all is closed")
 
+    def evict(self) -> None:
+        """The device's memory may run out at any time."""
+        if self._memory_runs_out() < 0.03:
+            self.world.evicted += self.engine.evictions.evict(1, "a test")
+
     def step(self) -> None:
         """Some layers run, some of them get gradients, some of these only in part."""
         rng, engine = self.rng, self.engine
@@ -239,6 +245,7 @@ class Run:
         entered = [layer for layer in self.layers if rng.random() < most] or self.layers[:1]
         left, views = list[TrainedLayer](), list[torch.Tensor]()
         for layer in entered:
+            self.evict()
             if is_called := rng.random() < 0.9:
                 engine.reads.enter(self.gates[layer.lid])
             else:  # not the module is called, its parameters are read
@@ -254,11 +261,14 @@ class Run:
                 engine._blocks.enter_backward(self.gates[layer.lid])
             read: Callable[[], None] | None = self.world.reading(layer)
             for segment in reversed(layer.segments):
+                self.evict()
                 if rng.random() < 0.9:
                     self.gradient(segment.owner, read)
                     read = None  # what it reads may be changing now
         del views
+        self.evict()
         engine.step()
+        self.evict()
         for known in self.parameters:
             known.parameter.grad = None
 

@@ -36,7 +36,7 @@ from torch import Tensor
 from hytrain.errors import ClusterError
 from hytrain.kernels.backend import Operands
 from hytrain.memory import visits
-from hytrain.memory.arena import ArenaFile, receive_arena
+from hytrain.memory.arena import ArenaFile, receive_arena, send_arena
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import Copy, Traffic, Transfer
 from hytrain.model.trained import TrainedLayer
@@ -294,6 +294,9 @@ class Link:
             raise ClusterError("the link is closed")
         return receive_arena(self._arenas, layouts, token=TOKEN)
 
+    def give_arena(self, file: ArenaFile) -> None:
+        send_arena(self._arenas, file, token=TOKEN, sender=Address("trainer", 0))
+
     def close(self, release: Callable[[], None]) -> None:
         self.is_closing = True
         self.post("optimizer", m.Goodbye())
@@ -444,6 +447,8 @@ class Planner:
             case m.PlanAck():
                 if (reassign := self.ledger.on_ack(sender, message)) is not None:
                     self.world.send("coordinator", "trainer", reassign)
+            case m.Evicted(lid=lid):
+                self.ledger.on_evicted(lid)
             case m.PlanApplied(step=step):
                 self.ledger.on_applied(message)
                 self.propose(step + self.world.rng.choice((0, 1, 2)))

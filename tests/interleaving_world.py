@@ -250,6 +250,7 @@ class World:
     moved: int = 0
     moved_before_death: int | None = None  # of the last coordinator but one
     postponed: int = 0
+    evicted: int = 0  # bytes
     undone: int = 0
 
     def __post_init__(self) -> None:

@@ -346,6 +346,39 @@ def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
     assert room(10, (), 23 * state) == 77, "now steps need more"
 
 
+def test_a_layer_that_was_evicted_visits_and_its_memory_is_planned_for_steps(driver: Driver) -> None:
+    """Although the peak of all steps has not grown."""
+    driver.start(policy="fixed", k=0.5, device="cuda", gpu_bytes=1 << 40)
+    state, waiting = 10 * SEGMENT.numel, 2 * 2 * SEGMENT.numel
+    now = Places.of([GPU, GPU, CPU, CPU])
+    assert driver.planning.places == now
+
+    def step(number: int, needed: int) -> int:
+        places = driver.planning.places
+        driver.handle(report(number, places=places, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed * state))
+        found = driver.planning.room.limits.gpu_state_bytes
+        assert found is not None
+        return (found + waiting) // state
+
+    assert [step(number, 32) for number in (1, 2, 3)] == [70] * 3
+    told = m.Evicted(lid=1, step=4, nbytes=3_000_000_000, evict_s=0.5, reason="a batch of 9 tokens")
+    driver.handle(told)
+    assert "1 layer has left the GPU, 3.00 GB in 0.50 s, for a batch of 9 tokens: " in driver.notes
+    assert driver.planning.places == Places.of([GPU, VISIT, CPU, CPU])
+    assert driver.status().reason.endswith("for a batch of 9 tokens")
+    assert driver.planning._shares == (0.25, 0.0)
+    driver.handle(replace(told, lid=0))
+    assert step(4, 32) == 68 and step(5, 20) == 68
+    for number in range(6, 16):
+        step(number, 20)
+    evicted = [record for record in driver.written if "evict_s" in record]
+    assert [record["evict_s"] for record in evicted] == [1.0]
+    assert evicted[0]["reason"].startswith("the state of 2 layers has left the GPU, 6.00 GB in 1.00 s")
+    assert driver.written[-1]["evicted_bytes"] == 6_000_000_000 and "evicted_bytes" not in driver.written[0]
+    with pytest.raises(OwnershipError, match="was not there"):
+        driver.handle(told)
+
+
 def test_copies_that_wait_for_visits_do_not_tell_how_fast_the_link_is(driver: Driver) -> None:
     driver.start()
     visits = REPORT.places.moved({0}, VISIT)

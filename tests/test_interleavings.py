@@ -57,6 +57,7 @@ def test_runs_have_handovers_late_plans_and_undone_updates(coordinator: type[Any
     """Or else the property above would say little."""
     steps = 12 if coordinator is Mortal else 8  # around deaths, few layers move
     worlds = [Run(seed, layers=3, steps=steps, coordinator=coordinator).play() for seed in range(40)]
+    assert sum(world.evicted > 0 for world in worlds) >= 10
     for seen in ([world.moved > 3 for world in worlds], [world.postponed for world in worlds]):
         assert sum(map(bool, seen)) >= (5 if coordinator is Mortal else 10)
     if coordinator is Mortal:

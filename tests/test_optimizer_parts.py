@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -15,7 +16,7 @@ import pytest
 
 from hytrain.kernels.backend import Operands
 from hytrain.kernels.scalars import TYPICAL, scalars
-from hytrain.memory.arena import receive_arena
+from hytrain.memory.arena import Mapping, made_arena, receive_arena, send_arena
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from protocol.address import Address
@@ -143,6 +144,31 @@ def test_a_layer_gets_memory_once_until_it_is_released(owner: Owner) -> None:
     owner.arenas.request(0)
     owner.touch_all()
     assert [owner.announced(), owner.announced()] == [0, 0]
+
+
+def test_an_arena_that_the_trainer_has_made_is_like_any_other(owner: Owner) -> None:
+    file = made_arena(LAYOUTS[1])
+    trainers = Mapping(file.descriptor, file.layout.nbytes)
+    to = {"token": TOKEN, "sender": Address("trainer", 0)}
+    send_arena(owner.trainer, file, **to)
+    owner.arenas.adopt(1)
+    assert 1 in owner.arenas and owner.arenas.pending is None
+    handle = file.layout.handles["exp_avg"][0]
+    assert handle is not None
+    trainers.buffer[handle.offset : handle.offset + 4] = b"bits"
+    address, _ = owner.arenas.segments[1][0].banks[0]["exp_avg"]
+    assert ctypes.string_at(address, 4) == b"bits"
+    for known, reason in ((1, "already has planes"), (3, "unknown")):
+        with pytest.raises(ValueError, match=reason):
+            owner.arenas.adopt(known)
+    send_arena(owner.trainer, file, **to)
+    with pytest.raises(ValueError, match="expected one arena"):
+        owner.arenas.adopt(0)
+    file.close()
+    owner.arenas.release(1)
+    owner.arenas.request(1)
+    owner.touch_all()
+    assert owner.announced() == 1
 
 
 @pytest.mark.parametrize(("dtype", "banks"), [("bfloat16", 1), ("bfloat16", 2), ("float32", 2)])

@@ -124,6 +124,28 @@ def test_both_acknowledge_then_the_plan_is_committed(ledger: PlanLedger, order: 
     ledger.check()
 
 
+def test_a_layer_that_was_evicted_visits_and_no_open_proposal_is_for_it(ledger: PlanLedger) -> None:
+    ledger.propose(plan())
+    ledger.on_ack("trainer", ack()), ledger.on_ack("optimizer", ack())
+    ledger.on_applied(applied())
+    with pytest.raises(OwnershipError, match="layer 1 cannot have left the GPU"):
+        ledger.on_evicted(1)
+    with pytest.raises(OwnershipError, match="layer 3 cannot have left"):
+        ledger.on_evicted(3)
+    ledger.propose(plan(1))
+    ledger.on_ack("trainer", ack(1))
+    ledger.on_evicted(2)
+    ledger.check()
+    assert ledger.places == Places.of([GPU, CPU, VISIT]) and not ledger.busy
+    assert ledger.on_ack("optimizer", ack(1)) is None
+    ledger.propose(plan(2))
+    ledger.on_ack("trainer", ack(2)), ledger.on_ack("optimizer", ack(2))
+    ledger.on_evicted(0)  # both count on it: the trainer leaves the layer out
+    assert ledger.busy and ledger.places == Places.of([VISIT, CPU, VISIT])
+    ledger.on_applied(replace(applied(2), places=Places.of([VISIT, CPU, GPU])))
+    assert ledger.places == Places.of([VISIT, CPU, GPU])
+
+
 def test_a_refusal_ends_the_proposal(ledger: PlanLedger) -> None:
     with pytest.raises(OwnershipError, match="plan 1 while None is under way"):
         ledger.propose(plan(1))

@@ -5,6 +5,7 @@ descriptor. `grads` has pages only while the CPU updates the layer; the trainer 
 mapping to huge pages: a page of 2 MiB is touched, pinned and freed much faster than 512 pages of 4 KiB.
 
     optimizer: HostArena ── touch ──SCM_RIGHTS──▶ trainer: ArenaFile ── Mapping ── tensor views, pinned on CUDA
+    trainer: made_arena, for state that is evicted ──SCM_RIGHTS──▶ optimizer: HostArena.of
 
 Views keep their mapping alive: after an arena is closed, existing views stay readable.
 """
@@ -20,9 +21,10 @@ import os
 import resource
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Self
 
 from hytrain.state.locks import said
 from protocol.address import Address
@@ -74,13 +76,25 @@ class Mapping:
         if _libc.mmap(at, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, offset) != at:
             raise OSError(ctypes.get_errno(), f"an arena of {nbytes} bytes cannot be mapped")
 
-    def populate(self, nbytes: int) -> None:
-        """Give the first bytes their pages, before they are pinned: the driver launches nothing while it does so.
+    def populate(self, start: int, nbytes: int, *, threads: int = 1) -> None:
+        """Give these bytes their pages, before they are pinned: the driver launches nothing while it does so.
 
-        Where the kernel cannot (before Linux 5.14), they come when they are pinned or first used.
+        Where the kernel cannot (before Linux 5.14), they come when they are pinned or first used. `start` is the first
+        byte of a page.
         """
-        for start in range(0, nbytes, _POPULATED_BYTES):
-            _libc.madvise(self.address + start, min(_POPULATED_BYTES, nbytes - start), _MADV_POPULATE_WRITE)
+
+        def populate(at: int) -> None:
+            piece = min(_POPULATED_BYTES, start + nbytes - at)
+            _libc.madvise(self.address + at, piece, _MADV_POPULATE_WRITE)
+
+        pieces = range(start, start + nbytes, _POPULATED_BYTES)
+        if threads == 1 or len(pieces) == 1:
+            for at in pieces:
+                populate(at)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            for _ in pool.map(populate, pieces):
+                pass
 
 
 class ReadOnlyMapping(Mapping):
@@ -154,12 +168,24 @@ class SharedMemory:
 
 
 class HostArena(SharedMemory):
-    """A layer's arena in the optimizer process, which owns the memory."""
+    """A layer's arena in the optimizer process."""
 
     def __init__(self, layout: ArenaLayout) -> None:
         """Create and map an arena of zeros. Raises `OSError` if there is no memory for it."""
         self.layout = layout
         super().__init__(str(layout.lid), layout.nbytes)
+
+    @classmethod
+    def of(cls, file: ArenaFile) -> Self:
+        """An arena that the trainer has made. Raises `OSError` if there is no address space for it."""
+        arena = cls.__new__(cls)
+        arena.layout, arena.descriptor = file.layout, file.descriptor
+        try:
+            arena.mapping = Mapping(file.descriptor, file.layout.nbytes)
+        except BaseException:
+            file.close()
+            raise
+        return arena
 
     @property
     def address(self) -> int:
@@ -167,13 +193,22 @@ class HostArena(SharedMemory):
 
 
 class ArenaFile:
-    """A layer's arena in the trainer: a checked descriptor."""
+    """A layer's arena in the trainer: a checked descriptor, or one of its own."""
 
     def __init__(self, layout: ArenaLayout, descriptor: int) -> None:
         self.layout, self.descriptor = layout, descriptor
 
     def close(self) -> None:
         os.close(self.descriptor)
+
+
+def made_arena(layout: ArenaLayout) -> ArenaFile:
+    """An arena of the trainer's own, without pages. Raises `OSError` if there is no address space or descriptor."""
+    arena = HostArena(layout)
+    try:
+        return ArenaFile(layout, os.dup(arena.descriptor))
+    finally:
+        arena.close()
 
 
 def free_pages(descriptor: int, start: int, nbytes: int) -> None:
@@ -187,7 +222,7 @@ def arena_socket(socket_dir: str, rank: int) -> str:
     return os.path.join(socket_dir, f"arena-{rank}")
 
 
-def send_arena(connection: socket.socket, arena: HostArena, *, token: str, sender: Address) -> None:
+def send_arena(connection: socket.socket, arena: HostArena | ArenaFile, *, token: str, sender: Address) -> None:
     """Announce an arena and send its descriptor, in one datagram of a SEQPACKET socket."""
     message = PlanesReady(lid=arena.layout.lid, nbytes=arena.layout.nbytes)
     socket.send_fds(connection, [encode(message, token=token, sender=sender, seq=0)], [arena.descriptor])

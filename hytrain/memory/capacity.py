@@ -139,7 +139,7 @@ class GpuMemory:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def begin_anew(self) -> None:
-        """What was needed so far, before the first step, says nothing about steps."""
+        """What was needed so far, before the first step or before an eviction, says nothing about the next steps."""
         with self._lock:
             self._settle()
             self._needed = 0

@@ -28,6 +28,8 @@ from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, plane_dtype
 from protocol.messages import Segment
 from protocol.rules import MOMENTS, ON_DEVICE
 
+#: Pages of state that is evicted are made by so many threads: one makes 3 GB of them in a second.
+POPULATING_THREADS: Final = 8
 #: float8 is codes, which only `kernels.float8` reads as numbers.
 DTYPES: Final = {
     "bfloat16": torch.bfloat16,
@@ -44,9 +46,12 @@ class ArenaPlanes:
     `banks[i]` is the current bank of segment i. `weights` and `state` read only from it.
     """
 
-    def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False) -> None:
-        """Map the file, and pin `weights`. Raises `CapacityError` if that cannot be; then the file is closed."""
-        self._file, self._transfers = file, transfers
+    def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False, is_own: bool = False) -> None:
+        """Map the file, and pin `weights`. Raises `CapacityError` if that cannot be; then the file is closed.
+
+        `is_own`: this process has made it, so that no plane has pages yet.
+        """
+        self._file, self._transfers, self._is_own = file, transfers, is_own
         self._pinned, self._pinning = set[str](), threading.Lock()  # a handover pins on its own thread
         layout = file.layout
         grads, shared, end = layout.plane_nbytes["grads"], layout.shared_nbytes, layout.nbytes
@@ -65,6 +70,10 @@ class ArenaPlanes:
         self.grads = self._views("grads")
         self._weights = [self._views(bank_plane("weights", bank)) for bank in range(layout.banks)]
         self.banks = (0,) * len(layout.handles["grads"])
+
+    @property
+    def file(self) -> ArenaFile:
+        return self._file
 
     @property
     def banks(self) -> tuple[int, ...]:
@@ -117,8 +126,8 @@ class ArenaPlanes:
         start, nbytes = self._ranges[what]
         with self._pinning:
             if what not in self._pinned:
-                if what == "grads":
-                    self._mapping.populate(nbytes)
+                if what == "grads" or self._is_own:
+                    self._mapping.populate(start, nbytes, threads=POPULATING_THREADS if self._is_own else 1)
                 self._transfers.pin(self._mapping.address + start, nbytes, gently=gently)
                 self._pinned.add(what)
 
@@ -232,6 +241,10 @@ class DevicePlanes:
             [[moment for moment in own if moment is not None] for own in moments],
             [Elements.of(spec, 0) for spec in specs],
         )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for parts in self._planes.values() for part in parts if part is not None)
 
     def close(self) -> None:
         """Drop the planes. The allocator gets the memory back when no other reference is left."""

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from hytrain.errors import ClusterError, ClusterTimeout, HyTrainError, WorkerDied
-from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena
+from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena, send_arena
 from hytrain.memory.transfer import Transfer
 from hytrain.run.cluster import PrivateCluster, await_end, has_ended
 from hytrain.run.coordinator import LOOK_S, PROCESS, RETRY_S, START_TIMEOUT_S, Coordinator, Unrecorded
@@ -278,6 +278,13 @@ class Link:
             if isinstance(error, EOFError | ConnectionError) and not self._closed:
                 self._await_optimizer()  # its end of the connection closes before its own end can be seen
             raise ClusterError(f"the optimizer process sent no arena: {error}") from None
+
+    def give_arena(self, file: ArenaFile) -> None:
+        """Send the optimizer an arena that was made here. The message that says so comes after it."""
+        try:
+            send_arena(self._arenas, file, token=self._cluster.token, sender=self.address)
+        except OSError as error:
+            raise ClusterError(f"the optimizer process takes no arena: {error}") from None
 
     def close(self, release: Callable[[], None] = lambda: None) -> None:
         """Say goodbye and stop the threads, then `release` the memory that their copies use.

@@ -5,6 +5,9 @@ docs/architecture.md draws the messages between coordinator (`PlanLedger`), trai
 A plan for step s holds only if both sides have acknowledged it before the trainer begins backward s (I3). A plan that
 comes too late, or whose memory is not ready, is postponed to a later step. Only the trainer gets `Reassign`. The
 optimizer learns of the change from the trainer, on the channel that also brings the gradients, in order.
+
+The trainer alone moves a layer whose state must leave the GPU at once: it visits from then on. A plan that was made
+before does not bring it back: the coordinator withdraws it, or the trainer leaves that layer out.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, Self
 
 from protocol.messages import Plan, PlanAck, PlanApplied, Reassign
-from protocol.placement import Placement, Places
+from protocol.placement import VISIT, Placement, Places
 
 PARTIES: Final = ("trainer", "optimizer")
 
@@ -125,6 +128,14 @@ class PlanLedger:
             return None
         self._committed = True
         return Reassign(plan_id=ack.plan_id)
+
+    def on_evicted(self, lid: int) -> None:
+        """The state of a layer has left the GPU. Raises `OwnershipError` if it was not there."""
+        if not 0 <= lid < len(self.places) or self.places[lid].state != "gpu":
+            raise OwnershipError(f"the state of layer {lid} cannot have left the GPU: it was not there")
+        self.places = self.places.moved({lid}, VISIT)
+        if not self._committed:
+            self._open = None
 
     def on_applied(self, applied: PlanApplied) -> None:
         """The trainer has applied the committed plan. Raises `OwnershipError` for any other."""

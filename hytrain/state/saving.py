@@ -53,7 +53,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         engine, session = self._engine, self._session
         engine.before_load(asked)
         engine.expose_state()
-        return OptimizerState(self.param_groups, session.parameters, session.resting, engine.loss_scale)
+        return OptimizerState(self.param_groups, session.parameters, session.resting, engine.verdicts.loss_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """The state in the format of torch's optimizer of the same name, after waiting for all updates.

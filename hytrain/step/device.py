@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -59,8 +60,7 @@ class DeviceUpdates:
         self.late.keep(layer, gradients)
         visits = layer.life.placement.visits
         is_held = self._overlap and (self._verdicts.awaited or (visits and self._puts_off(layer, gradients.values())))
-        make = self._visit if visits else self._update
-        update = partial(make, layer, self._health.life.step, layer.sent, gradients)
+        update = partial(self._make, layer, self._health.life.step, layer.sent, gradients)
         if is_held:
             self._held.append((layer, stream, gradients.values(), update))
             return
@@ -92,6 +92,10 @@ class DeviceUpdates:
     def _scale(self) -> tuple[float | None, Tensor | None]:
         """The factor of gradients, for scalars, or None for a skipped step; on a GPU, the verdict for its kernels."""
         return (1.0, self._verdicts.scale) if self._host is None else (self._verdicts.host_scale(), None)
+
+    def _make(self, layer: TrainedLayer, *update: Any) -> None:
+        """Where the state is may have changed since the update was held."""
+        (self._visit if layer.life.placement.visits else self._update)(layer, *update)
 
     def _update(self, layer: TrainedLayer, step: int, counts: tuple[int, ...], gradients: dict[int, Tensor]) -> None:
         """The state is on the device."""

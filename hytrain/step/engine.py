@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
-from hytrain.memory.capacity import Room
+from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.lending import Lending, Loan
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Transfer, Transfers
@@ -46,6 +46,7 @@ from hytrain.step.check import CheckedTrip, SelfCheck
 from hytrain.step.commit import Commit
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
+from hytrain.step.evictions import Evictions
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.handover import Handover
 from hytrain.step.health import Health
@@ -54,7 +55,6 @@ from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
 from hytrain.step.offload import Offload
 from hytrain.step.reads import Reads
-from hytrain.step.scaling import LossScale
 from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
 from protocol.messages import (
@@ -78,6 +78,11 @@ _SUMS: Final = (
 _log = logging.getLogger(__name__)
 
 
+def _waits_for_visits(options: Options) -> bool:
+    """What awaits a verdict is planned for layer by layer, and without overlap nothing waits."""
+    return options.overlap and not options.awaits_verdict
+
+
 class Engine:
     """The layers of one model, and what happens to them in a step."""
 
@@ -93,7 +98,7 @@ class Engine:
         transfers: Transfers,
         host: Backend | None,
         read_groups: Callable[[], tuple[Hyper, ...]],
-        gpu_room: Callable[[], Room | None],
+        memory: GpuMemory,
         host_free: Callable[[], int | None],
         hold_bytes: int,
         accumulation: Accumulation,
@@ -117,10 +122,8 @@ class Engine:
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
         hints = layers[0].layout.banks == 2
-        self._verdicts = Verdicts(parameters, options, transfers, ranks=ranks, counted=counted, hints=hints)
-        # What awaits a verdict is planned for layer by layer, and without overlap nothing waits for visits.
-        waits = options.overlap and not options.awaits_verdict
-        self._offload = Offload(blocks, transfers, hold_bytes=hold_bytes if waits else 0)
+        self.verdicts = Verdicts(parameters, options, transfers, ranks=ranks, counted=counted, hints=hints)
+        self._offload = Offload(blocks, transfers, hold_bytes=hold_bytes if _waits_for_visits(options) else 0)
         segments = [segment for layer in layers for segment in layer.spec.segments]
         self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)
         common = Common(
@@ -130,7 +133,7 @@ class Engine:
             transfers=transfers,
             health=self._health,
             meter=self._meter,
-            verdicts=self._verdicts,
+            verdicts=self.verdicts,
             accumulation=accumulation,
             kept=KeptGradients(),
             visits=self._visits,
@@ -142,15 +145,16 @@ class Engine:
         )
         self._device = device = DeviceUpdates(common, host)
         self._trip = trip = RoundTrip(common, device) if check is None else CheckedTrip(common, device, check)
-        planes = plane_sums(options, self._verdicts.takes_norms, transfers, trip.await_update)
-        accumulation.begin_anew(partial(choose_sums, options.accumulate_on, parameters, transfers, gpu_room), planes)
+        planes = plane_sums(options, self.verdicts.takes_norms, transfers, trip.await_update)
+        accumulation.begin_anew(partial(choose_sums, options.accumulate_on, parameters, transfers, memory.room), planes)
         self._blocks = Blocks(common, trip)
         self.reads = Reads(common, trip, self._blocks)
         self.uses = Uses(common, trip, self.reads, self._blocks)
         self._masters = masters = Masters(common, self.reads, self.uses)
         self._offload.heed(masters.import_written, masters.sample_freed)
         self._handover = Handover(common, trip)
-        self._boundary = Boundary(common, self._handover, plans, gpu_room=gpu_room, host_free=host_free)
+        self.evictions = Evictions(common, device, self._handover, plans, memory)
+        self._boundary = Boundary(common, self._handover, plans, gpu_room=memory.room, host_free=host_free)
         self._commit = Commit(common, trip, self._device, masters, self._boundary, host=host, read_groups=read_groups)
         self.backward = Backward(common, trip, self._commit, self.reads)
 
@@ -173,7 +177,7 @@ class Engine:
         self.steps = before.steps
         self._masters.state_was_loaded = before._masters.state_was_loaded
         self.reads.is_traced = before.reads.is_traced
-        self._verdicts.continue_from(before._verdicts)
+        self.verdicts.continue_from(before.verdicts)
 
     def before_root(self) -> None:
         """The whole model is entered: wait for parameters that no other gate covers."""
@@ -203,8 +207,8 @@ class Engine:
             life.on(Event.STEP)
             self._accumulation.end_step()
             self._offload.end_step()
-            if self._verdicts.loss_scale is not None:
-                self._verdicts.loss_scale.end_step()
+            if self.verdicts.loss_scale is not None:
+                self.verdicts.loss_scale.end_step()
         self._trip.end_step()
         self._device.late.heed(self._boundary.report(ended, self.steps))
         self._visits.lent_bytes = self._offload.for_visits_bytes  # from the next step on
@@ -294,18 +298,6 @@ class Engine:
     def statistics(self) -> Statistics:
         return self._boundary.statistics
 
-    @property
-    def grad_norm(self) -> Tensor | None:
-        return self._verdicts.grad_norm
-
-    @property
-    def skipped_steps(self) -> int:
-        return self._verdicts.skipped
-
-    @property
-    def loss_scale(self) -> LossScale | None:
-        return self._verdicts.loss_scale
-
     def state_was_loaded(self) -> None:
         """The state included remainders, which belong to weights that are loaded before the next step."""
         self._masters.state_was_loaded = True
@@ -329,15 +321,15 @@ class Engine:
         step = self._health.life.step
         if not in_backward():
             self._health.require(Event.OUTSIDE)
-        elif self._verdicts.awaited and any(layer.life.updated == step for layer in self._layers):
+        elif self.verdicts.awaited and any(layer.life.updated == step for layer in self._layers):
             raise UsageError("synchronize() in a backward whose updates wait for the norm: call it after opt.step()")
         self._health.check()
-        if not self._verdicts.awaited:
+        if not self.verdicts.awaited:
             self._device.update_held()  # in a backward, visits that are put off
         self.reads.synchronize()
         self._boundary.finish_plan(step)
         self._handover.await_copies()
-        self._verdicts.count_last()
+        self.verdicts.count_last()
 
     def expose_state(self) -> None:
         """Return once the optimizer state can be read and written, wherever it is kept."""
@@ -424,7 +416,7 @@ class Engine:
         self._lending.close()
         if self._activations is not None:
             self._activations.close()
-        self._verdicts.close()
+        self.verdicts.close()
         self._device.close()
         self._commit.close()
         self._meter.close()

@@ -31,7 +31,7 @@ from hytrain.run.link import CLOSE_TIMEOUT_S, THREAD_PREFIX
 from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
 from protocol.messages import AllocatePlanes, GiveUp, Plan, PlanesRefused, ReleasePlanes, TakeOver
-from protocol.placement import Placement
+from protocol.placement import VISIT, Placement
 
 _log = logging.getLogger(__name__)
 
@@ -83,6 +83,7 @@ class Handover:
         self._lock = threading.Lock()
         self._worked = False
         self._told: set[int] = set()  # layers for which memory was short
+        self._evicted: dict[int, int] = {}  # by LID, the newest plan that was known when the layer was evicted
 
     def start(self, plan: Plan) -> None:
         """Give layers their first placement: state is zero, the parameters are the masters. Raises `ClusterError`."""
@@ -108,13 +109,33 @@ class Handover:
     def prepare(self, plan: Plan) -> None:
         """Allocate the memory that the plan needs, on a thread. The last plan's handovers must have finished."""
         move = _Move(plan)
-        for layer in self._layers:
-            before, now = layer.life.placement, plan.places[layer.lid].resident
-            if before is not now:
-                move.list_of(before, now).append(layer)
         with self._lock:
+            for layer in self._layers:
+                before, now = layer.life.placement, plan.places[layer.lid].resident
+                # The plan may know nothing of an eviction that came after it was made.
+                returns = now.state == "gpu" and self._evicted.get(layer.lid, -1) >= plan.plan_id
+                if before is not now and not returns:
+                    move.list_of(before, now).append(layer)
             self._move = move
             self._run(partial(self._prepare, move))
+
+    def may_evict(self, layer: TrainedLayer) -> bool:
+        """Whether its state is on the GPU, and no plan that is under way moves it anyway."""
+        leaving = () if self._move is None else self._move.leaving
+        return isinstance(layer.planes, DevicePlanes) and layer not in leaving
+
+    def evict(self, layer: TrainedLayer, arena: ArenaPlanes, copied: Transfer, newest_plan: int) -> bool:
+        """Its state, which was `copied` to an arena of our own, visits the GPU from now on.
+
+        False, and nothing has changed, if a plan has come meanwhile that moves it.
+        """
+        with self._lock:
+            if not self.may_evict(layer):
+                return False
+            layer.life.place(VISIT)
+            layer.planes, layer.returned = arena, replace(copied, keep=())
+            self._evicted[layer.lid] = newest_plan
+        return True
 
     def _prepare(self, move: _Move) -> None:
         """Layers for which there is no memory stay where they are, and after one on the GPU the others do so too."""
@@ -241,7 +262,7 @@ class Handover:
         if for_cpu:
             self._trip.wait_for(layer)
         needs_weights = not layer.keeps_weights and (for_cpu or layer.block is not None)
-        copies = _weights_copies(layer, arena) if needs_weights else []
+        copies = weights_copies(layer, arena) if needs_weights else []
         if before is not arena:
             copies += state_copies(arena, before)
         departure = self._transfers.state_out(copies)
@@ -435,5 +456,5 @@ def _first_copies(layer: TrainedLayer, arena: ArenaPlanes, now: Placement) -> li
     return copies
 
 
-def _weights_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
+def weights_copies(layer: TrainedLayer, arena: ArenaPlanes) -> list[Copy]:
     return list(zip(arena.weights, layer.weights, strict=True))

@@ -164,6 +164,12 @@ class Meter:
         if self._trace.draws(self._now.step):
             self._now.began = self._mark_instead_of(self._now.began)
 
+    def evicted(self, lid: int, nbytes: int, began_s: float, ended_s: float) -> None:
+        """A layer's state has left the device between these times."""
+        if self._trace.draws(self._now.step):
+            name = f"evict {self._names[lid] if self._names else lid}"
+            self._trace.span("planes", name, began_s, ended_s, lid=lid, step=self._now.step, bytes=nbytes)
+
     def enter_boundary(self) -> None:
         """`step()` begins."""
         if self._trace.draws(self._now.step):

@@ -101,6 +101,8 @@ class TrainerSeat:
                 return planning.on_ack(sender, message)
             case m.PlanApplied():
                 return planning.on_applied(message)
+            case m.Evicted():
+                return planning.on_evicted(message)
             case m.OptimizerReport():
                 planning.measured.on_optimizer(message)
             case m.Verdict():

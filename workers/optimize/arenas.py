@@ -2,6 +2,7 @@
 
     AllocatePlanes ─▶ request ─┬▶ touch_next, piece by piece ─▶ descriptor ─▶ trainer      in the order of requests
                                └▶ no memory: a refusal ─▶ trainer
+    Evicted ─▶ adopt ◀─ descriptor of the trainer's own arena
     GiveUp, ReleasePlanes ─▶ release
 
 This process touches the memory first, so that its affinity decides on which NUMA node a page is placed. Touching takes
@@ -23,7 +24,7 @@ from typing import Any, Final
 
 from hytrain.kernels.backend import Backend, Elements, Into, Operands
 from hytrain.kernels.scalars import Scalars
-from hytrain.memory.arena import HostArena, refuse_arena, send_arena
+from hytrain.memory.arena import ArenaFile, HostArena, receive_arena, refuse_arena, send_arena
 from protocol.address import Address
 from protocol.handles import BANKED_PLANES, DTYPE_BYTES, TensorHandle, bank_plane, layout
 from protocol.messages import Layer, Segment
@@ -125,6 +126,19 @@ class Arenas:
                 refuse_arena(self._connection, lid, str(error), token=self._token, sender=self._address)
             return
         self._coming.append(arena)
+
+    def adopt(self, lid: int) -> None:
+        """Take the arena that the trainer has made for a layer and has sent before it said so.
+
+        Raises `ValueError` if the layer is unknown or has planes, or if the arena is not such a layer's.
+        """
+        if not 0 <= lid < len(self._layers) or lid in self._arenas:
+            raise ValueError(f"layer {lid} was evicted, which is unknown or already has planes")
+        expected = {lid: layout(self._layers[lid], self.banks)}
+        file = receive_arena(self._connection, expected, token=self._token)
+        assert isinstance(file, ArenaFile), "the trainer refuses nothing"
+        self._arenas[lid] = HostArena.of(file)
+        self.segments[lid] = segments_of(self._arenas[lid], self._layers[lid])
 
     def touch_next(self) -> None:
         """Touch a piece of the memory that was requested first. After its last piece, send the descriptor."""

@@ -194,6 +194,8 @@ class Session:
                     raise OwnershipError(f"the planes of layer {lid} are in use")
                 if lid in self._arenas:  # or else they were refused
                     self._arenas.release(lid)
+            case m.Evicted(lid=lid):
+                self._arenas.adopt(lid)
             case m.TakeOver(lid=lid, banks=banks):
                 self._planned(message, "cpu")
                 self._queue.take_over(lid, banks)

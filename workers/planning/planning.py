@@ -25,6 +25,7 @@ from protocol.handles import Precision
 from protocol.placement import CPU, Places
 from workers.effects import Command, Note, Send
 from workers.planning.commands import Wishes
+from workers.planning.evictions import Evictions
 from workers.planning.facts import facts, sizes_of
 from workers.planning.measured import Measured, Step
 from workers.planning.mode import Mode
@@ -66,6 +67,7 @@ class Planning:
         self.plan: m.Plan | None = None  # the newest, whether it is in effect or not
         self._rest: Decision | None = None  # what was planned with it, and has no room before
         self.reason = ""
+        self._evicted = Evictions()
         self._came: str | None = None  # the reason of a plan that has taken effect since the last record
         self.predicted_step_s: float | None = None
         self.moved = 0
@@ -314,6 +316,15 @@ class Planning:
     def _simulated_s(self, profile: Profile, gpu_lids: frozenset[int]) -> float:
         return simulate(self.mode.of(profile), gpu_lids).step_s
 
+    def on_evicted(self, evicted: m.Evicted) -> list[Command]:
+        """The trainer has moved a layer alone. What was to move beside it may have no room."""
+        self._ledger.on_evicted(evicted.lid)
+        self._shares, self._rest, self._planned_at = self._shares_of(self.places), None, None
+        self.measured.moved(evicted.step)
+        self.room.evicted()
+        self.reason = self._evicted.add(evicted)
+        return [Note(f"{self.reason}: {self.table.layers[evicted.lid].name}")]
+
     # ------------------------------------------------------------ commands
 
     def command(self, name: str, value: str) -> tuple[m.CommandReply, list[Command]]:
@@ -335,7 +346,7 @@ class Planning:
         """A step's record for metrics.jsonl. `cpu_busy_s` is of the step before: the CPU may still work on this one."""
         as_reported = ("wall_time", "at_s", "step_s", "stall_s", "k", "to_device_bytes", "to_host_bytes")
         several = {} if self.table.world == 1 else {"rank": self.table.rank, "gather_s": report.gather_s}
-        news, self._came = {} if self._came is None else {"reason": self._came}, None
+        news, self._came = self._evicted.take(self._came), None
         return {
             **several,
             "step": report.number,

@@ -81,6 +81,10 @@ class Room:
         if report.host_free_bytes is not None and not is_moving and self.is_known:
             self._heed_host(report.places, report.host_free_bytes)
 
+    def evicted(self) -> None:
+        """State has left the GPU, whose steps have needed its memory: the next peak says how much they need."""
+        self._needed_bytes = 0
+
     def _heed_activations(self, nbytes: int) -> None:
         """They take host memory that planes cannot have."""
         grown_bytes, self._activation_bytes = nbytes - self._activation_bytes, nbytes

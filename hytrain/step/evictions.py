@@ -1,0 +1,115 @@
+"""State leaves the GPU at once, where its memory is needed: a move that the trainer makes alone.
+
+    evict ─▶ the layer's state, into an arena that is made here     its memory on the GPU is free
+          ─▶ it visits the GPU from now on, also in the step that is under way
+          ─▶ the arena ─▶ optimizer       Evicted ─▶ optimizer, coordinator, who plan on from there
+
+A plan's handover asks the optimizer for memory, and begins between two steps. This can wait for neither: it may be
+called in the middle of forward or backward. Whether state rests on the GPU or visits it, the same kernel
+updates a layer.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+import torch
+
+from hytrain.errors import CapacityError
+from hytrain.memory.arena import made_arena
+from hytrain.memory.capacity import GpuMemory
+from hytrain.memory.host import available_bytes
+from hytrain.memory.planes import ArenaPlanes, state_copies
+from hytrain.model.trained import TrainedLayer
+from hytrain.run.ownership import PlanBook
+from hytrain.step.common import Common
+from hytrain.step.device import DeviceUpdates
+from hytrain.step.handover import Handover, weights_copies
+from protocol.messages import Evicted
+
+#: Host memory that evictions leave to all others: less would end a process.
+LEFT_BYTES: Final = 1 << 30
+
+_log = logging.getLogger(__name__)
+
+
+class Evictions:
+    """Those of one model."""
+
+    def __init__(
+        self, common: Common, device: DeviceUpdates, handover: Handover, plans: PlanBook, memory: GpuMemory
+    ) -> None:
+        self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
+        self._health, self._meter, self._visits = common.health, common.meter, common.visits
+        self._device, self._handover, self._plans, self._memory = device, handover, plans, memory
+
+    def evict(self, nbytes: int, why: str) -> int:
+        """Free so many bytes of the GPU's memory. Returns how many: less if none are left, or the host has no room."""
+        freed = 0
+        with self._health.undivided("an eviction of state"):
+            while (layer := self._next()) is not None:
+                if freed >= nbytes and (not freed or self._has_slots()):
+                    break
+                if not (left := self._evict(layer, why)):
+                    break
+                freed += left
+            if freed:
+                self._memory.begin_anew()  # steps with less state have other peaks
+        return freed
+
+    def _has_slots(self) -> bool:
+        """Whether there is memory for visits, which is made here: an update in backward could not do without."""
+        try:
+            self._visits.prepare()
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _next(self) -> TrainedLayer | None:
+        """Of the layers whose state can go, the last one in forward: it has most time for its visits."""
+        positions = self._device.positions
+        return max(filter(self._handover.may_evict, self._layers), key=lambda one: positions[one.lid], default=None)
+
+    def _evict(self, layer: TrainedLayer, why: str) -> int:
+        """Returns how many bytes are free now."""
+        began_s, nbytes = time.monotonic(), layer.device.nbytes
+        try:
+            arena = self._arena(layer)
+        except (CapacityError, OSError) as error:
+            _log.warning("the state of layer %s cannot leave the GPU: %s", layer.name, error)
+            return 0
+        copies = state_copies(arena, layer.device)
+        if layer.block is not None:
+            copies += weights_copies(layer, arena)
+        self._transfers.drain()  # any stream may have written them
+        copied = self._transfers.state_out(copies)
+        copied.synchronize()
+        newest = self._plans.plan
+        assert newest is not None, "there was a first plan"
+        device, file = layer.device, arena.file
+        if not self._handover.evict(layer, arena, copied, newest.plan_id):
+            arena.close()
+            return 0
+        device.close()
+        self._link.give_arena(file)
+        ended_s, step = time.monotonic(), self._health.life.step
+        told = Evicted(lid=layer.lid, step=step, nbytes=nbytes, evict_s=ended_s - began_s, reason=why)
+        for role in ("optimizer", "coordinator"):
+            self._link.post(role, told)
+        self._meter.evicted(layer.lid, nbytes, began_s, ended_s)
+        return nbytes
+
+    def _arena(self, layer: TrainedLayer) -> ArenaPlanes:
+        """Pinned memory for its state, and for weights. Raises `CapacityError` or `OSError` without it."""
+        needed, left = layer.layout.nbytes - layer.layout.plane_nbytes["grads"], available_bytes()
+        if needed + LEFT_BYTES > left:
+            raise CapacityError(f"it takes {needed / 1e9:.2f} GB of host memory, of which {left / 1e9:.2f} are left")
+        arena = ArenaPlanes(made_arena(layer.layout), self._transfers, is_own=True)
+        try:
+            arena.pin_state(gently=False)
+        except CapacityError:
+            arena.close()
+            raise
+        return arena
