@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -241,6 +241,42 @@ class Optimizer(StartedOptimizer):
                 given = f"{gradient.dtype} of shape {[*gradient.shape]}"
                 raise UsageError(f"add_gradients() got {given} for {name}: {wanted}")
         return self._engine.add_gradients([gradients.get(name) for name in named])
+
+    def park(self, weights: bool = False) -> None:
+        """Give back the GPU memory that HyTrain holds between two steps, until `resume`: state, slots, fetched weights.
+
+        What is in host memory anyway is freed, and the rest is copied there. Forward still works, but updates do not.
+
+        Args:
+            weights: Also the weights of the parameters that are trained: then the model cannot be used. What other
+                tensors share stays, such as a view that you keep.
+
+        Raises:
+            UsageError: Called between backward and `step()`.
+            CapacityError: Host memory has no room for the copies. Nothing has changed.
+        """
+        if self._started is not None:
+            with torch.no_grad():
+                self._engine.parking.park(weights=weights)
+
+    def resume(self) -> None:
+        """Take again what `park` has given back, with the same bits. Does nothing if nothing is parked.
+
+        Raises:
+            torch.OutOfMemoryError: Somebody else still has the memory. Free it, and call this again.
+        """
+        if self._started is not None:
+            with torch.no_grad():
+                self._engine.parking.resume()
+
+    @contextmanager
+    def parked(self, weights: bool = False) -> Iterator[None]:
+        """`with opt.parked():` is `park` and, at the end, `resume`, also after an exception."""
+        self.park(weights)
+        try:
+            yield
+        finally:
+            self.resume()
 
     def synchronize(self) -> None:
         """Return when every update has arrived in the parameters.

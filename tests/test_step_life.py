@@ -23,6 +23,8 @@ WAYS: dict[State, list[Event]] = {
     State.SUMMED: [Event.BEGIN, Event.END],
     State.COMMITTING: [Event.BEGIN_LAST],
     State.COMMITTED: [Event.BEGIN_LAST, Event.END],
+    State.PARKED: [Event.PARK],
+    State.PARKED_WEIGHTS: [Event.PARK_WEIGHTS],
     State.BROKEN: [Event.BREAK],
 }
 FACTS = {"name": "layer.weight", "advice": "call opt.step()", "what": "opt.load()"}

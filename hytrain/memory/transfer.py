@@ -89,7 +89,7 @@ class HostTransfers:
     def _nothing(self, *args: Any, **options: Any) -> None:
         """No DMA engine reads host memory here, and there are no streams: copies have finished."""
 
-    pin = unpin = join = land = keep_for = drain = _nothing
+    pin = unpin = join = land = keep_for = drain = release = _nothing
 
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
         self.traffic.to_host(copies)
@@ -356,6 +356,10 @@ class CudaTransfers:
         on = current_stream(self._device) if stream is None else stream
         for tensor in tensors:
             tensor.record_stream(on)
+
+    def release(self) -> None:
+        """Give the driver all memory that torch's allocator keeps and nobody uses."""
+        torch.cuda.empty_cache()
 
     def drain(self) -> None:
         """Wait for all work on the device, before state that any stream wrote is moved."""

@@ -212,6 +212,13 @@ class Visits:
                 now = self._transfers.clock.mark()
                 slot.returned = Transfer(self._transfers.fence(), (now, now))
 
+    def free_slots(self) -> bool:
+        """Free the slots until `prepare`. No copy may be under way. Returns whether there were any."""
+        self.let_go()
+        there = bool(self._slots)
+        self._slots.clear()
+        return there
+
     def close(self) -> None:
         """Free the slots. No copy may be under way."""
         self._slots.clear()

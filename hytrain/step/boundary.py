@@ -152,6 +152,18 @@ class Boundary:
                 self._handover.begin(step)
             self._handover_s = time.monotonic() - began_s
 
+    def park(self, step: int) -> None:
+        """Nothing moves from now on. What is prepared for a plan moves first: nobody else gets its memory back."""
+        self._handover.park()
+        if self._handover.is_prepared and not self.is_moving:
+            with self._health.undivided("a handover of layers"):
+                self._handover.begin(step)
+        self.finish_plan(step)
+        self._handover.wait()
+
+    def resume(self) -> None:
+        self._handover.resume(self._plans.plan if self._plans.holds else None)
+
     @property
     def is_moving(self) -> bool:
         """Whether handovers have begun that are to finish."""

@@ -50,10 +50,11 @@ from hytrain.step.evictions import Evictions
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.handover import Handover
 from hytrain.step.health import Health
-from hytrain.step.life import IN_BACKWARD, Event, State
+from hytrain.step.life import BETWEEN, IN_BACKWARD, Event, State
 from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter
 from hytrain.step.offload import Offload
+from hytrain.step.parking import Parking
 from hytrain.step.reads import Reads
 from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
@@ -84,7 +85,10 @@ def _waits_for_visits(options: Options) -> bool:
 
 
 class Engine:
-    """The layers of one model, and what happens to them in a step."""
+    """The layers of one model, and what happens to them in a step.
+
+    `renew`: asked when the model is entered between steps, whether another engine has taken over.
+    """
 
     _steps_before, _is_asked_to_save = 0, False
 
@@ -116,7 +120,6 @@ class Engine:
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
         self._activations, self._accumulation, self._lending = activations, accumulation, lending
-        #: Asked when the model is entered between steps: whether another engine has taken over.
         self.renew: Callable[[], bool] = lambda: False
         self._health = Health(accumulation.timing, updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
@@ -155,6 +158,7 @@ class Engine:
         self._handover = Handover(common, trip)
         self.evictions = Evictions(common, device, self._handover, plans, memory)
         self._boundary = Boundary(common, self._handover, plans, gpu_room=memory.room, host_free=host_free)
+        self.parking = Parking(common, self._handover, self._boundary, self.import_written)
         self._commit = Commit(common, trip, self._device, masters, self._boundary, host=host, read_groups=read_groups)
         self.backward = Backward(common, trip, self._commit, self.reads)
 
@@ -305,7 +309,7 @@ class Engine:
     @property
     def between_steps(self) -> bool:
         """Whether no backward has run since the last step."""
-        return self._health.life.state is State.IDLE
+        return self._health.life.state in BETWEEN
 
     @property
     def steps(self) -> int:
@@ -356,7 +360,9 @@ class Engine:
 
     def end_in_child(self) -> bool:
         """Called in a forked child. Returns whether its model is complete: no update was under way at the fork."""
-        whole = self._health.life.state not in IN_BACKWARD and all(layer.life.is_current for layer in self._layers)
+        whole = self._health.life.state not in (*IN_BACKWARD, State.PARKED_WEIGHTS) and all(
+            layer.life.is_current for layer in self._layers
+        )
         sentence = "this process was forked from the one that trains, and the optimizer is its parent's"
         if not self._offload.is_whole:
             whole = False
@@ -377,7 +383,7 @@ class Engine:
         if isinstance(failure, ClusterError):
             _log.warning("updates may be lost, so go on from a checkpoint: %s", failure)
         try:
-            if failure is None and self._health.life.state not in IN_BACKWARD:
+            if failure is None and self._health.life.state not in (*IN_BACKWARD, State.PARKED_WEIGHTS):
                 self._end_last_step()
         finally:
             try:
@@ -406,6 +412,7 @@ class Engine:
             return
         self._accumulation.close()  # some are in planes
         with contextlib.suppress(RuntimeError):
+            self.parking.end()
             for layer in self._layers:
                 if isinstance(layer.planes, ArenaPlanes):
                     layer.planes.free_state()  # some weights may need its memory

@@ -13,24 +13,18 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Final
 
 import torch
 
 from hytrain.errors import CapacityError
-from hytrain.memory.arena import made_arena
 from hytrain.memory.capacity import GpuMemory
-from hytrain.memory.host import available_bytes
-from hytrain.memory.planes import ArenaPlanes, state_copies
+from hytrain.memory.planes import state_copies
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.ownership import PlanBook
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
 from hytrain.step.handover import Handover, weights_copies
 from protocol.messages import Evicted
-
-#: Host memory that evictions leave to all others: less would end a process.
-LEFT_BYTES: Final = 1 << 30
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +50,7 @@ class Evictions:
                     break
                 freed += left
             if freed:
+                self._has_slots()
                 self._memory.begin_anew()  # steps with less state have other peaks
         return freed
 
@@ -76,7 +71,7 @@ class Evictions:
         """Returns how many bytes are free now."""
         began_s, nbytes = time.monotonic(), layer.device.nbytes
         try:
-            arena = self._arena(layer)
+            arena = self._handover.arenas.own(layer)
         except (CapacityError, OSError) as error:
             _log.warning("the state of layer %s cannot leave the GPU: %s", layer.name, error)
             return 0
@@ -90,7 +85,7 @@ class Evictions:
         assert newest is not None, "there was a first plan"
         device, file = layer.device, arena.file
         if not self._handover.evict(layer, arena, copied, newest.plan_id):
-            arena.close()
+            self._handover.arenas.keep(layer, arena)
             return 0
         device.close()
         self._link.give_arena(file)
@@ -100,16 +95,3 @@ class Evictions:
             self._link.post(role, told)
         self._meter.evicted(layer.lid, nbytes, began_s, ended_s)
         return nbytes
-
-    def _arena(self, layer: TrainedLayer) -> ArenaPlanes:
-        """Pinned memory for its state, and for weights. Raises `CapacityError` or `OSError` without it."""
-        needed, left = layer.layout.nbytes - layer.layout.plane_nbytes["grads"], available_bytes()
-        if needed + LEFT_BYTES > left:
-            raise CapacityError(f"it takes {needed / 1e9:.2f} GB of host memory, of which {left / 1e9:.2f} are left")
-        arena = ArenaPlanes(made_arena(layer.layout), self._transfers, is_own=True)
-        try:
-            arena.pin_state(gently=False)
-        except CapacityError:
-            arena.close()
-            raise
-        return arena

@@ -16,21 +16,21 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from hytrain.errors import CapacityError, ClusterError, HyTrainError
-from hytrain.memory.arena import ArenaFile
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, state_copies
 from hytrain.memory.transfer import Copy, Transfer
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import CLOSE_TIMEOUT_S, THREAD_PREFIX
+from hytrain.step.arenas import Arenas
 from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
-from protocol.messages import AllocatePlanes, GiveUp, Plan, PlanesRefused, ReleasePlanes, TakeOver
+from protocol.messages import GiveUp, Plan, ReleasePlanes, TakeOver
 from protocol.placement import VISIT, Placement
 
 _log = logging.getLogger(__name__)
@@ -76,12 +76,13 @@ class Handover:
     def __init__(self, common: Common, trip: RoundTrip) -> None:
         self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
         self._health, self._trip, self._visits, self._offload = common.health, trip, common.visits, common.offload
+        self.arenas = Arenas(common)
         self._move: _Move | None = None
         self._departing: list[tuple[ArenaPlanes, Transfer]] = []
         self._thread: threading.Thread | None = None
         # Plans arrive on the link's thread. The lock keeps `_move` and the thread that works on it consistent.
         self._lock = threading.Lock()
-        self._worked = False
+        self._worked = self.is_parked = False
         self._told: set[int] = set()  # layers for which memory was short
         self._evicted: dict[int, int] = {}  # by LID, the newest plan that was known when the layer was evicted
 
@@ -93,7 +94,7 @@ class Handover:
             if layer not in hosted:
                 layer.planes = layer.device_planes()
                 self._place(layer, plan, step=0)
-        for layer, arena in self._allocate(hosted):
+        for layer, arena in self.arenas.asked_for(hosted):
             if isinstance(arena, CapacityError):
                 raise arena
             layer.planes, now = arena, plan.places[layer.lid]
@@ -110,6 +111,8 @@ class Handover:
         """Allocate the memory that the plan needs, on a thread. The last plan's handovers must have finished."""
         move = _Move(plan)
         with self._lock:
+            if self.is_parked or (self._move is not None and self._move.plan is plan):
+                return  # `resume` comes back to it, or just did
             for layer in self._layers:
                 before, now = layer.life.placement, plan.places[layer.lid].resident
                 # The plan may know nothing of an eviction that came after it was made.
@@ -118,6 +121,19 @@ class Handover:
                     move.list_of(before, now).append(layer)
             self._move = move
             self._run(partial(self._prepare, move))
+
+    def park(self) -> None:
+        """Prepare nothing more until `resume`. Returns once what was begun is done."""
+        with self._lock:
+            self.is_parked = True
+        self.wait()
+
+    def resume(self, plan: Plan | None) -> None:
+        """`plan` holds, and may have come meanwhile. The step that comes next tells nothing about others."""
+        with self._lock:
+            self.is_parked, self._worked = False, True
+        if plan is not None:
+            self.prepare(plan)
 
     def may_evict(self, layer: TrainedLayer) -> bool:
         """Whether its state is on the GPU, and no plan that is under way moves it anyway."""
@@ -140,7 +156,7 @@ class Handover:
     def _prepare(self, move: _Move) -> None:
         """Layers for which there is no memory stay where they are, and after one on the GPU the others do so too."""
         self._prepare_visits(move)
-        for layer, arena in self._allocate(move.leaving, gently=True, pins_state=True):
+        for layer, arena in self.arenas.asked_for(move.leaving, gently=True, pins_state=True):
             if isinstance(arena, CapacityError):
                 self._stays(layer, arena)
             else:
@@ -197,37 +213,6 @@ class Handover:
         if layer.lid not in self._told:
             self._told.add(layer.lid)
             _log.warning(sentence)
-
-    def _allocate(
-        self, layers: list[TrainedLayer], *, gently: bool = False, pins_state: bool = False
-    ) -> Iterator[tuple[TrainedLayer, ArenaPlanes | CapacityError]]:
-        """Ask the optimizer for arenas. Yields each layer when its arena is mapped and pinned, or if it cannot be."""
-        awaited = {layer.lid: layer for layer in layers}
-        for layer in layers:
-            self._link.post("optimizer", AllocatePlanes(lid=layer.lid))
-        while awaited:
-            answer = self._link.receive_arena({lid: layer.layout for lid, layer in awaited.items()})
-            if isinstance(answer, PlanesRefused):
-                layer = awaited.pop(answer.lid)
-                made: ArenaPlanes | CapacityError = CapacityError(f"no host memory for it: {answer.reason}")
-            else:
-                layer = awaited.pop(answer.layout.lid)
-                made = self._map(answer, gently=gently, pins_state=pins_state)
-            if isinstance(made, CapacityError):
-                self._link.post("optimizer", ReleasePlanes(lid=layer.lid))
-            yield layer, made
-
-    def _map(self, file: ArenaFile, *, gently: bool, pins_state: bool) -> ArenaPlanes | CapacityError:
-        arena = None
-        try:
-            arena = ArenaPlanes(file, self._transfers, gently=gently)
-            if pins_state:
-                arena.pin_state()
-        except CapacityError as error:
-            if arena is not None:
-                arena.close()
-            return error
-        return arena
 
     @property
     def is_prepared(self) -> bool:
@@ -378,6 +363,7 @@ class Handover:
             self._move.arenas.clear()
             self._move.closing.clear()
             self._move.devices.clear()
+        self.arenas.close()
         return True
 
     def _place(self, layer: TrainedLayer, plan: Plan, step: int, after: Transfer | None = None) -> None:

@@ -3,6 +3,7 @@
     IDLE ─begin─▶ SUMMING ─end─▶ SUMMED ─begin last─▶ COMMITTING ─end─▶ COMMITTED ─step─▶ IDLE
     IDLE ─begin last─▶ COMMITTING      SUMMED ─begin─▶ SUMMING      SUMMED ─drop─▶ IDLE
     SUMMED ─step─▶ COMMITTING: fewer backwards came than were announced, so the update begins now
+    IDLE ─park─▶ PARKED, PARKED_WEIGHTS ─resume─▶ IDLE
 
 In SUMMING, a backward only adds up gradients. In COMMITTING, the step's updates begin as gradients arrive. COMMITTED
 waits for `step()`. BROKEN means that some updates of a step were made and others were not. Autograd reports the end of
@@ -24,9 +25,13 @@ class State(Enum):
     SUMMED = auto()
     COMMITTING = auto()
     COMMITTED = auto()
+    PARKED = auto()
+    PARKED_WEIGHTS = auto()
     BROKEN = auto()
 
 
+#: Between two steps: nothing of the next one has begun.
+BETWEEN: Final = (State.IDLE, State.PARKED, State.PARKED_WEIGHTS)
 #: A backward has begun and not ended. An interrupted backward never ends.
 IN_BACKWARD: Final = (State.SUMMING, State.COMMITTING)
 
@@ -39,6 +44,9 @@ class Event(Enum):
     DROP = auto()  # zero_grad()
     LOAD = auto()  # weights or state are about to be loaded
     REGROUP = auto()  # the parameters are about to change
+    PARK = auto()  # what HyTrain has on the device leaves it
+    PARK_WEIGHTS = auto()  # and so do weights
+    RESUME = auto()  # it is back
     OUTSIDE = auto()  # forward, synchronize or a read, outside of any backward
     BREAK = auto()  # a step was abandoned half-way
 
@@ -69,19 +77,36 @@ _LOADED: Final = Refusal(
     "opt.step()"
 )
 _REGROUPED: Final = Refusal("{what} between backward and step(): call it after opt.step()")
+_IS_PARKED: Final = Refusal(
+    "opt.park() has taken from the GPU what updates need: call opt.resume() before training goes on"
+)
+_NO_WEIGHTS: Final = Refusal(
+    "opt.park(weights=True) has taken the weights from the GPU: call opt.resume() before they are used"
+)
 _OVER: Final = Refusal("a step was left half-way: make the optimizer anew and load a checkpoint")
 
 #: By event, the outcome in each of `STATES`; None for an event that cannot come there.
-STATES: Final = (State.IDLE, State.SUMMING, State.SUMMED, State.COMMITTING, State.COMMITTED)
+STATES: Final = (
+    State.IDLE,
+    State.SUMMING,
+    State.SUMMED,
+    State.COMMITTING,
+    State.COMMITTED,
+    State.PARKED,
+    State.PARKED_WEIGHTS,
+)
 OUTCOMES: Final[dict[Event, tuple[State | Refusal | None, ...]]] = {
-    Event.BEGIN: (State.SUMMING, None, State.SUMMING, None, _NO_STEP),
-    Event.BEGIN_LAST: (State.COMMITTING, None, State.COMMITTING, None, _NO_STEP),
-    Event.END: (None, State.SUMMED, None, State.COMMITTED, None),
-    Event.STEP: (State.IDLE, _INTERRUPTED, State.COMMITTING, _INTERRUPTED, State.IDLE),
-    Event.DROP: (State.IDLE, State.SUMMING, State.IDLE, State.COMMITTING, _DROPPED),
-    Event.LOAD: (State.IDLE, State.SUMMING, State.SUMMED, _LOADED, _LOADED),
-    Event.REGROUP: (State.IDLE, _REGROUPED, _REGROUPED, _REGROUPED, _REGROUPED),
-    Event.OUTSIDE: (State.IDLE, _INTERRUPTED, State.SUMMED, _INTERRUPTED, State.COMMITTED),
+    Event.BEGIN: (State.SUMMING, None, State.SUMMING, None, _NO_STEP, _IS_PARKED, _IS_PARKED),
+    Event.BEGIN_LAST: (State.COMMITTING, None, State.COMMITTING, None, _NO_STEP, _IS_PARKED, _IS_PARKED),
+    Event.END: (None, State.SUMMED, None, State.COMMITTED, None, None, None),
+    Event.STEP: (State.IDLE, _INTERRUPTED, State.COMMITTING, _INTERRUPTED, State.IDLE, _IS_PARKED, _IS_PARKED),
+    Event.DROP: (State.IDLE, State.SUMMING, State.IDLE, State.COMMITTING, _DROPPED, State.PARKED, State.PARKED_WEIGHTS),
+    Event.LOAD: (State.IDLE, State.SUMMING, State.SUMMED, _LOADED, _LOADED, State.PARKED, _NO_WEIGHTS),
+    Event.REGROUP: (State.IDLE, _REGROUPED, _REGROUPED, _REGROUPED, _REGROUPED, _IS_PARKED, _IS_PARKED),
+    Event.PARK: (State.PARKED, *[_REGROUPED] * 4, State.PARKED, State.PARKED_WEIGHTS),
+    Event.PARK_WEIGHTS: (State.PARKED_WEIGHTS, *[_REGROUPED] * 4, State.PARKED_WEIGHTS, State.PARKED_WEIGHTS),
+    Event.RESUME: (State.IDLE, *[None] * 4, State.IDLE, State.IDLE),
+    Event.OUTSIDE: (State.IDLE, _INTERRUPTED, State.SUMMED, _INTERRUPTED, State.COMMITTED, State.PARKED, _NO_WEIGHTS),
 }
 TRANSITIONS: Final[dict[tuple[State, Event], State | Refusal]] = {
     **{(s, event): out for event, row in OUTCOMES.items() for s, out in zip(STATES, row, strict=True) if out},
@@ -122,5 +147,5 @@ class StepLife:
         return after
 
     def check(self) -> None:
-        assert (self.state is not State.IDLE) or self.ended == 0, "a step that has not begun has no backwards"
+        assert (self.state not in BETWEEN) or self.ended == 0, "a step that has not begun has no backwards"
         assert self.state not in (State.SUMMED, State.COMMITTED) or self.ended, "what has ended was counted"

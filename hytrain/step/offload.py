@@ -354,6 +354,10 @@ class Offload:
                     self._on(block, Event.FREE)
                     self._transfers.free(own, after=self._users(block))
 
+    def free_all(self) -> None:
+        """Free what need not stay: it comes again when it is needed."""
+        self._free([*self._here])
+
     def replace(self, block: OffloadedBlock, tensors: Sequence[Tensor]) -> None:
         """These weights of it get other memory, of the user's: what they had goes to whoever gets it."""
         self.leave_to_others(block, tensors)

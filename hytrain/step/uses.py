@@ -105,6 +105,8 @@ class Uses:
     def _may_use(self, known: TrainedParameter) -> bool:
         """Whether a parameter can be used now; False while an error is handled. Raises what `use` does."""
         life = self._health.life
+        if life.state is State.PARKED_WEIGHTS:
+            self._health.require(Event.OUTSIDE)
         if life.state in IN_BACKWARD:
             self._health.end_dropped(0.0)
         if life.state is State.SUMMED:

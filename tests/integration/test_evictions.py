@@ -17,7 +17,7 @@ from variants import every_second
 
 import hytrain
 from hytrain.memory import visits
-from hytrain.step import evictions, offload
+from hytrain.step import arenas, offload
 from protocol.placement import VISIT
 
 STEPS = 12
@@ -161,7 +161,7 @@ def test_a_plan_that_was_made_before_does_not_bring_a_layer_back() -> None:
 
 
 def test_without_host_memory_state_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(evictions, "available_bytes", lambda: 0)
+    monkeypatch.setattr(arenas, "available_bytes", lambda: 0)
     model = llama()
     with adamw(model, k=1.0) as opt:
         train(model, opt, [0])
@@ -169,3 +169,14 @@ def test_without_host_memory_state_stays(monkeypatch: pytest.MonkeyPatch, caplog
         assert "cannot leave the GPU: it takes" in caplog.text
         assert len(opt.statistics().gpu_layers) == len(opt._session.layers)
         train(model, opt, [1])
+
+
+def test_an_eviction_takes_weights_that_may_rest_in_host_memory() -> None:
+    model = llama()
+    with adamw(model, k=1.0, offload_weights="auto") as opt:
+        train(model, opt, [0])
+        opt._engine.evictions.evict(1 << 40, "a test")
+        found = [layer for layer in opt._session.layers if layer.block is not None]
+        assert found
+        for layer in found:
+            assert all(torch.equal(*pair) for pair in zip(layer.arena.weights, layer.weights, strict=True))

@@ -1,0 +1,86 @@
+"""Memory for the state of layers that leave the GPU.
+
+    asked_for  the optimizer process makes it, piece by piece between its tiles, and sends its descriptor
+    own        it is made here at once, by several threads, for state that cannot wait
+
+`Handover` asks for the first, `Evictions` and `Parking` make the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from hytrain.errors import CapacityError
+from hytrain.memory.arena import ArenaFile, made_arena
+from hytrain.memory.host import available_bytes
+from hytrain.memory.planes import ArenaPlanes
+from hytrain.model.trained import TrainedLayer
+from hytrain.step.common import Common
+from protocol.messages import AllocatePlanes, PlanesRefused, ReleasePlanes
+
+#: Host memory that is left to all others: less would end a process.
+LEFT_BYTES: Final = 1 << 30
+
+
+class Arenas:
+    """New ones, for the layers of one model."""
+
+    def __init__(self, common: Common) -> None:
+        self._link, self._transfers = common.link, common.transfers
+        self._kept: dict[int, ArenaPlanes] = {}  # by LID: our own, which no layer uses now
+
+    def asked_for(
+        self, layers: list[TrainedLayer], *, gently: bool = False, pins_state: bool = False
+    ) -> Iterator[tuple[TrainedLayer, ArenaPlanes | CapacityError]]:
+        """Ask the optimizer for arenas. Yields each layer when its arena is mapped and pinned, or if it cannot be."""
+        awaited = {layer.lid: layer for layer in layers}
+        for layer in layers:
+            self._link.post("optimizer", AllocatePlanes(lid=layer.lid))
+        while awaited:
+            answer = self._link.receive_arena({lid: layer.layout for lid, layer in awaited.items()})
+            if isinstance(answer, PlanesRefused):
+                layer = awaited.pop(answer.lid)
+                made: ArenaPlanes | CapacityError = CapacityError(f"no host memory for it: {answer.reason}")
+            else:
+                layer = awaited.pop(answer.layout.lid)
+                made = self._map(answer, gently=gently, pins_state=pins_state)
+            if isinstance(made, CapacityError):
+                self._link.post("optimizer", ReleasePlanes(lid=layer.lid))
+            yield layer, made
+
+    def _map(self, file: ArenaFile, *, gently: bool, pins_state: bool) -> ArenaPlanes | CapacityError:
+        arena = None
+        try:
+            arena = ArenaPlanes(file, self._transfers, gently=gently)
+            if pins_state:
+                arena.pin_state()
+        except CapacityError as error:
+            if arena is not None:
+                arena.close()
+            return error
+        return arena
+
+    def keep(self, layer: TrainedLayer, arena: ArenaPlanes) -> None:
+        """Its state is on the GPU, and may leave again: pinned memory for that takes long to make."""
+        self._kept[layer.lid] = arena
+
+    def close(self) -> None:
+        for arena in self._kept.values():
+            arena.close()
+        self._kept.clear()
+
+    def own(self, layer: TrainedLayer) -> ArenaPlanes:
+        """Pinned memory for its state, and for weights. Raises `CapacityError` or `OSError` without it."""
+        if (kept := self._kept.pop(layer.lid, None)) is not None:
+            return kept
+        needed, left = layer.layout.nbytes - layer.layout.plane_nbytes["grads"], available_bytes()
+        if needed + LEFT_BYTES > left:
+            raise CapacityError(f"it takes {needed / 1e9:.2f} GB of host memory, of which {left / 1e9:.2f} are left")
+        arena = ArenaPlanes(made_arena(layer.layout), self._transfers, is_own=True)
+        try:
+            arena.pin_state(gently=False)
+        except CapacityError:
+            arena.close()
+            raise
+        return arena
