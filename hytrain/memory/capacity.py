@@ -71,6 +71,11 @@ class GpuMemory:
         self._lock = threading.Lock()
         self._lent = self._needed = 0  # and the peak of what was not lent, until torch's was last reset
 
+    @property
+    def is_bounded(self) -> bool:
+        """Whether there is a GPU, whose memory is what it has."""
+        return self._device.type == "cuda"
+
     def room(self) -> Room | None:
         """What there is, and what steps so far have needed of it; None without a GPU.
 

@@ -261,9 +261,10 @@ class OnGradient(_Hook["Backward"]):
             backward.on_gradient(self._parameter, tensor)
 
 
-def _before_root(engine: Engine, module: nn.Module, args: Any) -> None:
+def _before_root(engine: Engine, module: nn.Module, *inputs: Any) -> None:
     engine.reads.note_mode(module.training)
     engine.before_root()
+    engine.evictions.before_forward(*inputs)
 
 
 def _before_loading(engine: Engine, *args: Any) -> None:
@@ -365,7 +366,7 @@ def attach(
                 hang(encoder.register_forward_hook, AfterForward(reads, first), always_call=True)
         for root in roots(model):
             # It waits for the parameters that no other pre-hook covers.
-            hang(root.register_forward_pre_hook, _Calls(engine, _before_root), prepend=True)
+            hang(root.register_forward_pre_hook, _Calls(engine, _before_root), prepend=True, with_kwargs=True)
             # It refuses a second backward through the output before `step()`.
             hang(
                 root.register_forward_hook, _Calls(reads, lambda reads, *of: reads.leave_root(of[-1])), always_call=True

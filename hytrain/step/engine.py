@@ -214,7 +214,9 @@ class Engine:
             if self.verdicts.loss_scale is not None:
                 self.verdicts.loss_scale.end_step()
         self._trip.end_step()
-        self._device.late.heed(self._boundary.report(ended, self.steps))
+        room = self._boundary.report(ended, self.steps)
+        self._device.late.heed(room)
+        self.evictions.end_step(room)
         self._visits.lent_bytes = self._offload.for_visits_bytes  # from the next step on
         if (positions := self.reads.learned_order()) is not None:
             self._device.positions = positions

@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import torch
 
 from hytrain.errors import CapacityError
-from hytrain.memory.capacity import GpuMemory
+from hytrain.memory.capacity import GpuMemory, Room
 from hytrain.memory.planes import state_copies
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.ownership import PlanBook
+from hytrain.step.autograd import in_backward
+from hytrain.step.blocks import tensors_in
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
+from hytrain.step.growth import Growth
 from hytrain.step.handover import Handover, weights_copies
+from hytrain.step.life import State
 from protocol.messages import Evicted
 
 _log = logging.getLogger(__name__)
@@ -37,6 +42,7 @@ class Evictions:
     ) -> None:
         self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
         self._health, self._meter, self._visits = common.health, common.meter, common.visits
+        self._growth = Growth()
         self._device, self._handover, self._plans, self._memory = device, handover, plans, memory
 
     def evict(self, nbytes: int, why: str) -> int:
@@ -52,7 +58,25 @@ class Evictions:
             if freed:
                 self._has_slots()
                 self._memory.begin_anew()  # steps with less state have other peaks
+                self._growth.peak = 0
         return freed
+
+    def before_forward(self, *inputs: Any) -> None:
+        """The model is about to compute with these. A batch larger than any so far gets the room that it needs."""
+        if not self._memory.is_bounded or torch._C._is_tracing() or torch.compiler.is_compiling():
+            return
+        if not torch.is_grad_enabled() or in_backward() or self._health.life.state is not State.IDLE:
+            return
+        size = sum(tensor.numel() for tensor in tensors_in(inputs))
+        needed = self._growth.foreseen(size)
+        room = self._memory.room() if needed is not None else None
+        if room is not None and needed is not None and (lacking := room.now + needed - room.usable) > 0:
+            self.evict(lacking, f"a batch of {size} elements, larger than any before")
+
+    def end_step(self, room: Room | None) -> None:
+        """`room`: what there is between two steps."""
+        if room is not None:
+            self._growth.end_step(room.needed, room.now)
 
     def _has_slots(self) -> bool:
         """Whether there is memory for visits, which is made here: an update in backward could not do without."""

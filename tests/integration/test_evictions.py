@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from helpers import adamw, differing, records, state, train, wait_for_coordinator, weights
-from small_models import gpt2, llama, perceptron, square_loss
+from small_models import gpt2, llama, perceptron, square_loss, tokens
 from torch import nn
 from variants import every_second
 
 import hytrain
 from hytrain.memory import visits
+from hytrain.memory.capacity import Room
+from hytrain.memory.planes import DevicePlanes
 from hytrain.step import arenas, offload
 from protocol.placement import VISIT
 
@@ -180,3 +182,64 @@ def test_an_eviction_takes_weights_that_may_rest_in_host_memory() -> None:
         assert found
         for layer in found:
             assert all(torch.equal(*pair) for pair in zip(layer.arena.weights, layer.weights, strict=True))
+
+
+class Memory:
+    """A GPU's memory, of which steps need so much for each element of a batch."""
+
+    def __init__(self, opt: hytrain.AdamW, usable: int) -> None:
+        self._opt, self._usable, self.needed, self.is_bounded = opt, usable, 0, True
+
+    @property
+    def now(self) -> int:
+        layers = self._opt._session.layers
+        return sum(layer.device.nbytes for layer in layers if isinstance(layer.planes, DevicePlanes))
+
+    def room(self) -> Room:
+        return Room(self._usable, self.needed, self.now)
+
+    def begin_anew(self) -> None:
+        self.needed = 0
+
+    def computes(self, elements: int) -> None:
+        """A step has its peak."""
+        self.needed = max(self.needed, self.now + 100 * elements)
+        assert self.now + 100 * elements <= self._usable
+
+
+@pytest.mark.parametrize("length", [64, 128])
+def test_a_batch_larger_than_any_before_gets_room_before_its_forward(length: int) -> None:
+    found = []
+    for usable in (1 << 40, 0):
+        model = llama()
+        with adamw(model, k=1.0) as opt:
+            memory = Memory(opt, usable)
+            memory._usable = memory._usable or memory.now + 100 * 2 * 4 * 16  # with state, for the short batches
+            opt._engine.evictions._memory = memory  # type: ignore[assignment]
+            for number, rows in enumerate([16, 8, 16, length, 16, length]):
+                batch = tokens(number, length=rows)
+                loss = model(input_ids=batch, labels=batch).loss
+                memory.computes(2 * batch.numel())
+                loss.backward()
+                opt.step()
+                opt.zero_grad()
+                opt._engine.evictions.end_step(memory.room())
+            found.append(state(opt) | weights(model))
+        told = [line["reason"] for line in records(opt, 6) if "evict_s" in line]
+        assert len(told) == (0 if usable else 1)
+        for reason in told:
+            assert f"for a batch of {2 * 4 * length} elements, larger than any before" in reason
+    assert differing(*found) == []
+
+
+def test_evaluation_and_batches_that_are_no_larger_evict_nothing() -> None:
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        memory = Memory(opt, 0)
+        opt._engine.evictions._memory = memory  # type: ignore[assignment]
+        train(model, opt, [0])
+        opt._engine.evictions.end_step(memory.room())
+        with torch.no_grad():
+            model(input_ids=tokens(0, length=64))
+        train(model, opt, [1, 2])
+        assert len(opt._session.layers) == len(opt.statistics().gpu_layers)
