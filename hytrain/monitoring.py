@@ -198,7 +198,8 @@ class Client:
         """Change the plan, as `hytrain-monitor --set-k` and the like do: the coordinator's answer, a sentence.
 
         Args:
-            name: "k", "threads", "policy" or "objective"; also "trace" and "checkpoint", which have methods.
+            name: "k", "threads", "policy", "objective", "gpu_memory_limit" or "host_memory_limit"; also "trace" and
+                "checkpoint", which have methods.
             value: As on the command line, such as "0.3" or "auto".
 
         Raises:

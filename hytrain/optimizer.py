@@ -242,6 +242,16 @@ class Optimizer(StartedOptimizer):
                 raise UsageError(f"add_gradients() got {given} for {name}: {wanted}")
         return self._engine.add_gradients([gradients.get(name) for name in named])
 
+    def limit_memory(self, gpu: int | None = None, host: int | None = None) -> None:
+        """Change `gpu_memory_limit` and `host_memory_limit` while training, in bytes. None leaves one as it is.
+
+        The next plans keep to it: state moves, and gives memory back, over some steps.
+        """
+        for name, nbytes in (("gpu", gpu), ("host", host)):
+            if nbytes is not None and operator.index(nbytes) < 0:
+                raise ConfigError(f"limit_memory({name}={nbytes}): give bytes, at least 0")
+        self._session.limit_memory(gpu=gpu, host=host)
+
     def park(self, weights: bool = False) -> None:
         """Give back the GPU memory that HyTrain holds between two steps, until `resume`: state, slots, fetched weights.
 

@@ -47,7 +47,7 @@ from hytrain.step.check import SelfCheck
 from hytrain.step.engine import Engine
 from hytrain.step.numbers import StepNumbers
 from hytrain.trackers import THREAD_NAME, Trackers
-from protocol.messages import Log
+from protocol.messages import Command, Log
 
 ANSWER_TIMEOUT_S: Final = 120.0
 #: Steps' numbers are below this, as all that read records can tell them apart, with doubles too.
@@ -265,6 +265,12 @@ class Session(Site):
             self.engine.verdicts.loss_scale.load(loss_scale)
         self.restored(steps)
         self.engine.state_was_loaded()
+
+    def limit_memory(self, *, gpu: int | None, host: int | None) -> None:
+        """Plan with at most so many bytes from the next plan on. The ranks of the machine share what the host has."""
+        for name, nbytes in (("gpu", gpu), ("host", None if host is None else host // len(self.ranks.node))):
+            if nbytes is not None:
+                self._link.post("coordinator", Command(name=f"{name}_memory_limit", value=str(nbytes)))
 
     def restored(self, steps: int) -> None:
         """The state of a run after `steps` steps was loaded: go on with its count."""

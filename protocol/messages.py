@@ -590,6 +590,12 @@ class SetThreads(Message, by="coordinator"):
     threads: Positive
 
 
+class SetGpuMemory(Message, by="coordinator"):
+    """Coordinator to trainer: report at most so much of the GPU's memory to plan with. None: all that is free."""
+
+    nbytes: Count | None
+
+
 class SetMode(Message, by="coordinator"):
     """Coordinator to optimizer: from the next StepBegin on, update ahead of the verdict, or wait for it."""
 
@@ -716,8 +722,8 @@ class Status(Message, by="coordinator"):
     no_timeline: str = ""
 
 
-class Command(Message, by="monitor"):
-    """Monitor to coordinator: one of the commands that docs/monitoring.md lists."""
+class Command(Message, by="monitor trainer"):
+    """Monitor to coordinator: one of the commands that docs/monitoring.md lists. A trainer's is for itself alone."""
 
     name: str
     value: str

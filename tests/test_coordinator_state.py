@@ -769,7 +769,11 @@ def test_a_second_bank_is_host_memory_that_stays(driver: Driver, speculate: bool
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("stop", "now", "unknown command 'stop'; known: k, policy, objective, threads"),
+        (
+            "stop",
+            "now",
+            "unknown command 'stop'; known: k, policy, objective, threads, gpu_memory_limit, host_memory_limit",
+        ),
         ("k", "1.5", "k is '1.5'"),
         ("k", "nan", "k is 'nan'"),
         ("policy", "best", "policy 'best' is unknown; known: fixed, balance"),
@@ -777,6 +781,11 @@ def test_a_second_bank_is_host_memory_that_stays(driver: Driver, speculate: bool
         ("objective", "fun", "objective 'fun' is unknown; known: speed"),
         ("threads", "0", "threads is '0': give a number from 1 to 9999"),
         ("threads", "9" * 400, "give a number from 1 to 9999"),
+        ("gpu_memory_limit", "much", "gpu_memory_limit is 'much': give bytes, as in 24GiB, or \"none\""),
+        ("gpu_memory_limit", "nan", "give bytes"),
+        ("gpu_memory_limit", "-1GB", "give bytes"),
+        ("host_memory_limit", "none", "host_memory_limit is 'none': give bytes, as in 24GiB"),
+        ("host_memory_limit", "1e300GiB", "give bytes"),
     ],
 )
 def test_only_known_commands_with_values_that_can_be(driver: Driver, name: str, value: str, reason: str) -> None:
@@ -795,6 +804,26 @@ def test_policy_and_objective_are_commands(driver: Driver, objective: str, gpu_l
     assert plan.policy == "deadline" and on_gpu(plan.places) == gpu_lids
     driver.handle(m.Log(step=2, numbers={}))
     assert driver.records[-1]["objective"] == objective and driver.records[-1]["policy"] == "deadline"
+
+
+def test_memory_limits_are_commands(driver: Driver) -> None:
+    """The trainer is told of the GPU's: what it reports follows."""
+    driver.start(policy="deadline", device="cuda", gpu_bytes=1 << 40, host_bytes=1 << 40)
+    assert driver.ask("gpu_memory_limit", "1.5GiB") == [(TRAINER, m.SetGpuMemory(nbytes=3 << 29))]
+    assert driver.ask("gpu_memory_limit", "2GB") == [(TRAINER, m.SetGpuMemory(nbytes=2_000_000_000))]
+    assert driver.ask("gpu_memory_limit", "none") == [(TRAINER, m.SetGpuMemory(nbytes=None))]
+    planes = LAYERS * driver.planning._facts[0].host_bytes
+    assert driver.ask("host_memory_limit", str(planes + 1000)) == []
+    limits = driver.planning.room
+    assert limits.limits.host_bytes == planes + 1000
+    usable = {"gpu_usable_bytes": 1 << 40, "gpu_needed_bytes": 0}
+    for step, free in enumerate((0, 1 << 30, -(1 << 33)), start=1):
+        for again in range(4):
+            driver.handle(report(10 * step + again, host_free_bytes=free, activation_bytes=100, **usable))
+        assert limits.limits.host_bytes == max(0, min(planes + 900, planes + free))
+    driver.handle(m.Command(name="host_memory_limit", value="7"), TRAINER)
+    assert "trainer-0 asks: host_memory_limit=7 from the next plan on" in driver.notes
+    assert limits.limits.host_bytes == 0 and driver.planning.wishes.kept["limits"]["host_memory_limit"] == 7
 
 
 def test_other_threads_reach_the_optimizer_and_the_planner(driver: Driver) -> None:

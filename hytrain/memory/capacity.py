@@ -71,6 +71,10 @@ class GpuMemory:
         self._lock = threading.Lock()
         self._lent = self._needed = 0  # and the peak of what was not lent, until torch's was last reset
 
+    def limit_to(self, nbytes: int | None) -> None:
+        """Plan with at most so much from now on. None: with all that is free."""
+        self.limit, self._asked = nbytes, 0
+
     @property
     def is_bounded(self) -> bool:
         """Whether there is a GPU, whose memory is what it has."""

@@ -64,6 +64,7 @@ from protocol.messages import (
     PositionsLearned,
     Reassign,
     SaveCheckpoint,
+    SetGpuMemory,
     TraceNext,
     WeightsReady,
 )
@@ -119,7 +120,8 @@ class Engine:
         hang_timeout_s: float = math.inf,
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
-        self._activations, self._accumulation, self._lending = activations, accumulation, lending
+        self._activations, self._accumulation, self._memory = activations, accumulation, memory
+        self._lending = lending
         self.renew: Callable[[], bool] = lambda: False
         self._health = Health(accumulation.timing, updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
@@ -282,6 +284,8 @@ class Engine:
                 self._boundary.on_reassign(message)
             case TraceNext():
                 self._boundary.to_trace = message.steps
+            case SetGpuMemory(nbytes=nbytes):
+                self._memory.limit_to(nbytes)
             case SaveCheckpoint():
                 self._is_asked_to_save = True
             case _:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, state, train, wait_for_coordinator, weights
+from helpers import adamw, differing, state, train, train_until, wait_for, wait_for_coordinator, weights
 from small_models import llama, perceptron, square_loss
 from torch import nn
 from variants import every_second
 
 import hytrain
-from hytrain.errors import CapacityError, UsageError
+from hytrain.errors import CapacityError, ConfigError, UsageError
 from hytrain.memory import visits
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes
 from hytrain.model.trained import TrainedLayer
@@ -281,3 +281,18 @@ def made_here(arenas: Arenas) -> Any:
         yield from ((layer, arenas.own(layer)) for layer in layers)
 
     return made
+
+
+def test_memory_limits_change_while_training() -> None:
+    model = llama()
+    with adamw(model, k="auto") as opt:
+        train(model, opt, [0])
+        memory = opt._session.memory
+        for limit in (1 << 30, 1 << 31):
+            opt.limit_memory(gpu=limit)
+            wait_for(lambda limit=limit: memory.limit == limit)
+        memory.limit_to(None)  # all sessions of the device have it
+        opt.limit_memory(host=0)
+        train_until(lambda: len(opt.statistics().gpu_layers) == len(opt._session.layers), model, opt, 1)
+        with pytest.raises(ConfigError, match=r"limit_memory\(gpu=-1\): give bytes"):
+            opt.limit_memory(gpu=-1)

@@ -71,7 +71,7 @@ class CoordinatorState:
                 return [Note(f"{sender} is ready: {message.detail}")]
             case m.StatusRequest():
                 return [Answer(self._status())]
-            case m.Command():
+            case m.Command() if sender.role == "monitor":
                 return self._on_command(message)
             case m.Goodbye():
                 return self._on_goodbye(sender)

@@ -101,6 +101,9 @@ class TrainerSeat:
                 return planning.on_ack(sender, message)
             case m.PlanApplied():
                 return planning.on_applied(message)
+            case m.Command(name=name, value=value):
+                reply, commands = self.command(name, value)
+                return [Note(f"{sender} asks: {reply.text}"), *commands]
             case m.Evicted():
                 return planning.on_evicted(message)
             case m.OptimizerReport():

@@ -9,23 +9,29 @@ from typing import Any, Final
 from protocol import messages as m
 
 MAX_THREADS: Final = 9999
+UNITS: Final = {"GiB": 1 << 30, "GB": 10**9, "": 1}
+LIMITS: Final = ("gpu_memory_limit", "host_memory_limit")
 
 
 class Wishes:
-    """`k`: None where it is to be chosen. `threads`: None until they are commanded."""
+    """`k`: None where it is to be chosen. `threads`: None until they are commanded.
+
+    `limits`: bytes of memory, by name, once they are commanded; None is all that is free.
+    """
 
     def __init__(self, table: m.LayerTable) -> None:
         self._table = table
         self.policy, self.k, self.objective = table.policy, table.k, table.objective
         self.threads: int | None = None
+        self.limits: dict[str, int | None] = {}
 
     @property
     def kept(self) -> dict[str, Any]:
         """All of them, for `take`: by another coordinator, or for layers with which the same training goes on."""
-        return {"policy": self.policy, "k": self.k, "objective": self.objective, "threads": self.threads}
+        return {name: getattr(self, name) for name in _KEPT}
 
     def take(self, kept: Mapping[str, Any]) -> None:
-        self.policy, self.k, self.objective, self.threads = (kept[name] for name in self.kept)
+        self.policy, self.k, self.objective, self.threads, self.limits = (kept[name] for name in _KEPT)
 
     @property
     def shares(self) -> tuple[float | None, float | None]:
@@ -69,6 +75,26 @@ class Wishes:
             raise ValueError(f"threads is {value!r}: give a number from 1 to {MAX_THREADS}")
         self.threads = int(value)
 
+    def _limit_gpu(self, value: str) -> None:
+        self.limits = {**self.limits, LIMITS[0]: None if value == "none" else _bytes(LIMITS[0], value, ', or "none"')}
+
+    def _limit_host(self, value: str) -> None:
+        self.limits = {**self.limits, LIMITS[1]: _bytes(LIMITS[1], value)}
+
+
+_KEPT: Final = ("policy", "k", "objective", "threads", "limits")
+
+
+def _bytes(name: str, value: str, other: str = "") -> int:
+    unit = next(unit for unit in UNITS if value.endswith(unit))
+    try:
+        nbytes = float(value.removesuffix(unit)) * UNITS[unit]
+    except ValueError:
+        nbytes = math.nan
+    if not 0.0 <= nbytes < 1 << 62:
+        raise ValueError(f"{name} is {value!r}: give bytes, as in 24GiB{other}")
+    return int(nbytes)
+
 
 #: The commands that a monitor may send.
 COMMANDS: Final[dict[str, Callable[[Wishes, str], None]]] = {
@@ -76,4 +102,6 @@ COMMANDS: Final[dict[str, Callable[[Wishes, str], None]]] = {
     "policy": Wishes._set_policy,
     "objective": Wishes._set_objective,
     "threads": Wishes._set_threads,
+    "gpu_memory_limit": Wishes._limit_gpu,
+    "host_memory_limit": Wishes._limit_host,
 }

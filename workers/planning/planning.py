@@ -24,7 +24,7 @@ from protocol.address import Address
 from protocol.handles import Precision
 from protocol.placement import CPU, Places
 from workers.effects import Command, Note, Send
-from workers.planning.commands import Wishes
+from workers.planning.commands import LIMITS, Wishes
 from workers.planning.evictions import Evictions
 from workers.planning.facts import facts, sizes_of
 from workers.planning.measured import Measured, Step
@@ -89,10 +89,12 @@ class Planning:
         self.measured.rejoin(message.step)
         self.mode.is_told = False
         self.on_calibration(self._trainer, message.calibration)
+        self._limit_memory()
         return self._change_threads(self.wishes.threads) if self.wishes.threads else []
 
     def begin(self) -> list[Command]:
         """Forward the table to the optimizer, which needs it before the first plan."""
+        self._limit_memory()
         return [Send(self._optimizer, replace(self.table, threads=self.wishes.threads))]
 
     def on_calibration(self, sender: Address, calibration: m.Calibration) -> list[Command]:
@@ -335,7 +337,14 @@ class Planning:
             return m.CommandReply(ok=False, text=str(error)), []
         self._planned_at = self._rest = None
         commands = self._change_threads(self.wishes.threads) if name == "threads" and self.wishes.threads else []
+        commands += self._limit_memory(name) if name in LIMITS else []
         return m.CommandReply(ok=True, text=f"{name}={value} from the next plan on"), commands
+
+    def _limit_memory(self, commanded: str = "") -> list[Command]:
+        """Of the GPU's, the trainer has what was commanded before."""
+        gpu, host = LIMITS
+        self.room.limit_host(self.wishes.limits.get(host))
+        return [Send(self._trainer, m.SetGpuMemory(nbytes=self.wishes.limits[gpu]))] if commanded == gpu else []
 
     def _change_threads(self, threads: int) -> list[Command]:
         if self.measured.change_threads(threads, self._step):

@@ -44,6 +44,7 @@ class Room:
         self._process_bytes = 0 if table.device == "cpu" else PROCESS_BYTES
         self._waiting_bytes = WAITING_LAYERS * max(sizes.host(layer.lid, CPU)[GRADS] for layer in table.layers)
         self._activation_bytes = 0  # in host memory
+        self._host_limit: int | None = None  # for planes and activations, once it was commanded
         # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
         self._needed_bytes = self._for_steps_bytes = 0
         self._placed_bytes: int | None = None
@@ -91,6 +92,12 @@ class Room:
         if self.limits.host_bytes is not None:
             self.limits = replace(self.limits, host_bytes=max(0, self.limits.host_bytes - grown_bytes))
 
+    def limit_host(self, nbytes: int | None) -> None:
+        """From now on, planes and activations take at most so much; None changes nothing."""
+        self._host_limit = nbytes if nbytes is not None else self._host_limit
+        if nbytes is not None:
+            self.limits = replace(self.limits, host_bytes=max(0, nbytes - self._activation_bytes))
+
     def _heed_gpu(self, report: m.TrainerReport, usable_bytes: int, needed_bytes: int) -> None:
         """What steps take beside state and weights is known: the rest is to be planned with."""
         if report.places.visiting and not self._has_ring:  # it stays from now on
@@ -115,7 +122,10 @@ class Room:
         A part of the margin is left to those who take memory for a while.
         """
         free_bytes = 0 if -MARGIN_TO_OTHERS <= free_bytes < 0 else free_bytes
-        self.limits = replace(self.limits, host_bytes=max(0, self._host_bytes(places) + free_bytes))
+        nbytes = self._host_bytes(places) + free_bytes
+        if self._host_limit is not None:
+            nbytes = min(nbytes, self._host_limit - self._activation_bytes)
+        self.limits = replace(self.limits, host_bytes=max(0, nbytes))
 
     # ------------------------------------------------------------ placements
 

@@ -42,6 +42,8 @@ SETTINGS: Final = (
     ("k", "K", 'fraction of the parameters that the GPU owns, or "auto"'),
     ("threads", "N", "number of the optimizer's threads, at most one per core"),
     ("policy", "NAME", 'policy that decides what the GPU owns, such as "deadline"'),
+    ("gpu_memory_limit", "BYTES", 'the GPU memory to plan with, as in 24GiB, or "none" for all that is free'),
+    ("host_memory_limit", "BYTES", "the most host memory for planes of each rank, as in 64GiB"),
     ("objective", "NAME", 'what to optimize: "speed", "gpu-memory" or "host-memory"'),
 )
 #: What a command can make a run do besides. Those without a value have none.
@@ -111,7 +113,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="FILE",
         help="with --web: a file with the token of its addresses; default: a new one",
     )
-    flags = [(f"--set-{name}", name, value, effect) for name, value, effect in SETTINGS]
+    flags = [(f"--set-{name.replace('_', '-')}", name, value, effect) for name, value, effect in SETTINGS]
     for flag, name, value, effect in (*flags, *((f"--{name}", name, value, effect) for name, value, effect in ORDERS)):
         if value:
             command = partial(lambda name, value: m.Command(name=name, value=value), name)
