@@ -20,6 +20,7 @@ import torch
 from hytrain.errors import CapacityError
 from hytrain.memory.capacity import GpuMemory, Room
 from hytrain.memory.planes import state_copies
+from hytrain.model import graphs
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.ownership import PlanBook
 from hytrain.step.autograd import in_backward
@@ -70,7 +71,9 @@ class Evictions:
         size = sum(tensor.numel() for tensor in tensors_in(inputs))
         needed = self._growth.foreseen(size)
         room = self._memory.room() if needed is not None else None
-        if room is not None and needed is not None and (lacking := room.now + needed - room.usable) > 0:
+        if room is None or needed is None or graphs.is_captured(self._layers[0].weights[0]):
+            return
+        if (lacking := room.now + needed - room.usable) > 0:
             self.evict(lacking, f"a batch of {size} elements, larger than any before")
 
     def end_step(self, room: Room | None) -> None:

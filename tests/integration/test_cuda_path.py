@@ -506,3 +506,19 @@ def test_activations_and_who_uses_their_memory_next(current: Current, monkeypatc
             opt.step()
             opt.zero_grad()
     assert read and all(read)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05}, {"visit": 0.4, "k": 0.4}], ids=str)
+def test_state_leaves_at_once_is_parked_and_comes_back(options: dict[str, Any]) -> None:
+    found = []
+    for gives_way in (False, True):
+        model = perceptron(dtype=torch.bfloat16)
+        with adamw(model, **{"k": 1.0, **options}) as opt:
+            for step in range(8):
+                train(model, opt, [step], square_loss)
+                if gives_way:
+                    opt._engine.evictions.evict(1, "a test")
+                    with opt.parked(weights=step % 2 == 1):
+                        pass
+            found.append(state(opt) | weights(model))
+    assert differing(*found) == []
