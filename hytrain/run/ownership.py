@@ -7,7 +7,7 @@ comes too late, or whose memory is not ready, is postponed to a later step. Only
 optimizer learns of the change from the trainer, on the channel that also brings the gradients, in order.
 
 The trainer alone moves a layer whose state must leave the GPU at once: it visits from then on. A plan that was made
-before does not bring it back: the coordinator withdraws it, or the trainer leaves that layer out.
+before takes no memory there: the coordinator withdraws it, or the trainer leaves out what it would bring to the GPU.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Evictions:
         """The model is about to compute with these. A batch larger than any so far gets the room that it needs."""
         if not self._memory.is_bounded or torch._C._is_tracing() or torch.compiler.is_compiling():
             return
-        if not torch.is_grad_enabled() or in_backward() or self._health.life.state is not State.IDLE:
+        if not torch.is_grad_enabled() or in_backward() or self._health.life.state not in (State.IDLE, State.SUMMED):
             return
         size = sum(tensor.numel() for tensor in tensors_in(inputs))
         needed = self._growth.foreseen(size)

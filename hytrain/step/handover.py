@@ -84,7 +84,7 @@ class Handover:
         self._lock = threading.Lock()
         self._worked = self.is_parked = False
         self._told: set[int] = set()  # layers for which memory was short
-        self._evicted: dict[int, int] = {}  # by LID, the newest plan that was known when the layer was evicted
+        self._evicted = -1  # the newest plan that was known at the last eviction
 
     def start(self, plan: Plan) -> None:
         """Give layers their first placement: state is zero, the parameters are the masters. Raises `ClusterError`."""
@@ -115,9 +115,9 @@ class Handover:
                 return  # `resume` comes back to it, or just did
             for layer in self._layers:
                 before, now = layer.life.placement, plan.places[layer.lid].resident
-                # The plan may know nothing of an eviction that came after it was made.
-                returns = now.state == "gpu" and self._evicted.get(layer.lid, -1) >= plan.plan_id
-                if before is not now and not returns:
+                # A plan that was made before an eviction takes GPU memory that was needed for something else.
+                takes_memory = now.state == "gpu" and plan.plan_id <= self._evicted
+                if before is not now and not takes_memory:
                     move.list_of(before, now).append(layer)
             self._move = move
             self._run(partial(self._prepare, move))
@@ -150,7 +150,7 @@ class Handover:
                 return False
             layer.life.place(VISIT)
             layer.planes, layer.returned = arena, replace(copied, keep=())
-            self._evicted[layer.lid] = newest_plan
+            self._evicted = newest_plan
         return True
 
     def _prepare(self, move: _Move) -> None:
