@@ -15,6 +15,7 @@ does, it is copied then (`before_writes`), before the first write, and those who
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import threading
@@ -38,6 +39,10 @@ from protocol.handles import PAGE_BYTES
 TRAINED, FROZEN, BUFFER = "trained", "frozen", "buffer"
 #: A borrower answers when its Python gets to it. Only a hang takes longer, or a process that is stopped.
 ANSWER_S: Final = 600.0
+#: After this long, the log says who is waited for.
+NOTICE_S: Final = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 class Form(NamedTuple):
@@ -351,7 +356,9 @@ class Lending:
                     raise UsageError(f"{error}. Take them back first: leave the block of opt.lend_weights()") from None
                 for borrower in [each for each in self.borrowers if each.loan is loan]:
                     borrower.tell(moved, into.memory)
-            self.changed.wait_for(lambda: not self._silent(), ANSWER_S)
+            if not self.changed.wait_for(lambda: not self._silent(), min(NOTICE_S, ANSWER_S)):
+                _log.warning("a step waits for process %d, which uses weights that it would write", self._silent()[0])
+                self.changed.wait_for(lambda: not self._silent(), ANSWER_S)
             if silent := self._silent():
                 raise UsageError(
                     f"process {silent[0]} uses weights that this step would overwrite, and has not answered for "

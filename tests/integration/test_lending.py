@@ -285,7 +285,9 @@ def test_a_borrower_that_dies_before_its_child_costs_nothing(monkeypatch: pytest
     assert copied == []
 
 
-def test_a_borrower_that_is_stopped_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_borrower_that_is_stopped_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """For so long, and then the step is refused before it writes anything. It can be done again."""
     model, expected = perceptron(), perceptron()
     with adamw(expected, k=0.0) as opt:
@@ -297,16 +299,16 @@ def test_a_borrower_that_is_stopped_is_waited_for(monkeypatch: pytest.MonkeyPatc
             then = digests(model)
         attached.process.send_signal(signal.SIGSTOP)
         wait_for(lambda: psutil.Process(attached.pid).status() == psutil.STATUS_STOPPED)
-        monkeypatch.setattr(lending, "ANSWER_S", 0.1)
-        for _ in range(2):
-            with pytest.raises(
-                UsageError, match=rf"process {attached.pid} uses weights that this step would overwrite"
-            ):
-                train(model, opt, range(1, 3), square_loss)
-            opt.zero_grad()
+        with monkeypatch.context() as patch:
+            patch.setattr(lending, "ANSWER_S", 0.1)
+            for _ in range(2):
+                with pytest.raises(UsageError, match=rf"process {attached.pid} uses weights that this step would"):
+                    train(model, opt, range(1, 3), square_loss)
+                opt.zero_grad()
         assert digests(model) == then
+        said = f"a step waits for process {attached.pid}, which uses weights that it would write"
+        assert [record.getMessage() for record in caplog.records].count(said) == 2
         attached.process.send_signal(signal.SIGCONT)
-        monkeypatch.undo()
         train(model, opt, range(1, 3), square_loss)
         assert attached("digests")["tensors"] == then
     assert differing(weights(model), weights(expected)) == []
