@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import accumulate
 from typing import Final, NamedTuple, Protocol, Self
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from hytrain.errors import CapacityError, UsageError
 from hytrain.memory import arena
-from hytrain.memory.arena import Memory, ReadOnlyMapping, SharedMemory, free_pages
+from hytrain.memory.arena import Memory, ReadOnlyMapping, SharedMemory
 from hytrain.memory.host import available_bytes
 from hytrain.memory.transfer import Copy, Transfers
 from hytrain.model.trained import TrainedParameter
@@ -133,10 +133,14 @@ class Loan(Mapping[str, Lent]):
             )
             kept = Kept.of(nbytes)
         assert kept is not None, "it fits, or is new"
-        for each, at in zip(arenas, starts, strict=True):
-            shape, source = (each.nbytes - each.start,), ReadOnlyMapping(self._descriptors[each], each.nbytes)
-            into = view(kept.shared.mapping, at, torch.uint8, shape)
-            into.copy_(view(source, each.start, torch.uint8, shape))
+        try:
+            for each, at in zip(arenas, starts, strict=True):
+                shape, source = (each.nbytes - each.start,), ReadOnlyMapping(self._descriptors[each], each.nbytes)
+                into = view(kept.shared.mapping, at, torch.uint8, shape)
+                into.copy_(view(source, each.start, torch.uint8, shape))
+        except OSError as error:
+            kept.shared.close()
+            raise CapacityError(f"lent weights cannot be copied: {error}") from None
         at_of = dict(zip(arenas, starts, strict=True))
         for name, lent in self._lent.items():
             if lent.memory in at_of:
@@ -194,18 +198,11 @@ class Copies:
         self._shared = SharedMemory("weights", max(nbytes, PAGE_BYTES))
         self.memory = Memory(self._shared.descriptor, nbytes)
         self._views = views(self._shared.mapping, self.offsets, like)
-        self._written, self._pinned = set[int](), set[int]()
+        self.written, self._pinned = set[int](), set[int]()
 
     def write(self, values: Mapping[int, Tensor]) -> None:
-        """Copy these tensors into their places; what was written before and is not among them takes no memory now.
-
-        Raises `CapacityError`.
-        """
-        for index in self._written - values.keys():
-            self._unpin(index)
-            free_pages(self.memory.descriptor, self.offsets[index], self._nbytes(index))
-        self._written &= values.keys()
-        _require(sum(self._nbytes(index) for index in values.keys() - self._written), "for copies of weights")
+        """Copy these tensors into their places. Raises `CapacityError`."""
+        _require(sum(self._nbytes(index) for index in values.keys() - self.written), "for copies of weights")
         copies = list[Copy]()
         for index, tensor in values.items():
             into = self._views[index]
@@ -214,7 +211,7 @@ class Copies:
                 copies.append((into.view(-1), tensor.view(-1)))
             else:
                 into.copy_(tensor)
-            self._written.add(index)
+            self.written.add(index)
         self._transfers.state_out(copies).synchronize()
 
     def _pin(self, index: int) -> None:
@@ -223,17 +220,12 @@ class Copies:
                 self._transfers.pin(self._shared.mapping.address + self.offsets[index], self._nbytes(index))
                 self._pinned.add(index)
 
-    def _unpin(self, index: int) -> None:
-        if index in self._pinned:
-            self._pinned.remove(index)
-            self._transfers.unpin(self._shared.mapping.address + self.offsets[index], self._nbytes(index))
-
     def _nbytes(self, index: int) -> int:
         return _in_pages(self.like[index])
 
     def close(self) -> None:
-        for index in [*self._pinned]:
-            self._unpin(index)
+        for index in self._pinned:
+            self._transfers.unpin(self._shared.mapping.address + self.offsets[index], self._nbytes(index))
         self._views = []
         self._shared.close()
 
@@ -267,16 +259,18 @@ class Lending:
         trained = {id(known.parameter): known for known in self._parameters if not known.is_gone}
         given = {id(each): each for each in tensors.values() if id(each) in trained or is_plain(each)}
         like = [(known.own if (known := trained.get(key)) else local(each)) for key, each in given.items()]
-        copies = self._copies([Form(each.dtype, each.shape) for each in like])
-        places, values = dict[int, Lent](), dict[int, Tensor]()
+        homes = {key: home for key, known in trained.items() if key in given and (home := _home(known)) is not None}
+        values = {
+            index: _values(trained[key]) if key in trained else local(each).detach()
+            for index, (key, each) in enumerate(given.items())
+            if key not in homes
+        }
+        copies = self._copies([Form(each.dtype, each.shape) for each in like], values.keys())
+        places = dict[int, Lent]()
         for index, (key, each) in enumerate(given.items()):
-            known, (dtype, shape) = trained.get(key), copies.like[index]
-            home = None if known is None else _home(known)
-            if home is None:
-                values[index] = local(each).detach() if known is None else _values(known)
-            memory, offset = home or (copies.memory, copies.offsets[index])
-            kind = TRAINED if known else FROZEN if isinstance(each, nn.Parameter) else BUFFER
-            places[key] = Lent(memory, offset, dtype, shape, kind)
+            memory, offset = homes.get(key) or (copies.memory, copies.offsets[index])
+            kind = TRAINED if key in trained else FROZEN if isinstance(each, nn.Parameter) else BUFFER
+            places[key] = Lent(memory, offset, *copies.like[index], kind)
         lent = {name: places[id(each)] for name, each in tensors.items() if id(each) in places}
         try:
             copies.write(values)
@@ -291,11 +285,15 @@ class Lending:
             self._close_door = self._open_door(self)
         return loan
 
-    def _copies(self, like: Sequence[Form]) -> Copies:
-        """Those of a loan that nobody uses any more, if they fit."""
+    def _copies(self, like: Sequence[Form], wanted: Set[int]) -> Copies:
+        """Those of a loan that nobody uses any more, if they fit, and have nothing else than what is wanted.
+
+        Pages that have nothing wanted are not freed one by one: a borrower may have registered them with CUDA, which
+        would go on with what they were.
+        """
         with self.changed:
             spare, self._spare = self._spare, None
-        if spare is not None and spare.like == like:
+        if spare is not None and spare.like == like and spare.written <= wanted:
             return spare
         if spare is not None:
             spare.close()

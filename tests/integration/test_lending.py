@@ -470,6 +470,20 @@ def test_a_rebuilt_engine_lends_anew() -> None:
             assert attached("digests")["tensors"] == digests(model)
 
 
+def test_copies_have_the_pages_that_they_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has registered one with CUDA would read what it was. Without copies, other memory is used from then on."""
+    found = []
+    with adamw(perceptron(), k=0.0) as opt:
+        for is_copied in (True, True, False, True):
+            with monkeypatch.context() as patch:
+                if is_copied:
+                    patch.setattr(lending, "_home", lambda known: None)
+                with opt.lend_weights() as lent:
+                    found.append(lent.copies)
+                    assert bool(os.fstat(lent.copies.memory.descriptor).st_blocks) is is_copied
+    assert found[0] is found[1] is not found[2] is found[3]
+
+
 def test_the_door_is_closed_with_the_optimizer() -> None:
     with adamw(perceptron(), k=0.5) as opt:
         opt.lend_weights()
