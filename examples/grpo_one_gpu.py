@@ -8,8 +8,9 @@ It needs TRL: python -m pip install '.[hf]' 'trl>=1.16'
 
     trainer ── prompts ──▶ sampler: attaches this step's weights, generates ── tokens, log-probabilities ──▶ trainer
 
-The sampler's model is built without memory. On a CPU it computes with the weights where the optimizer process keeps
-them. Where there is a GPU, they are copied there for each turn.
+The trainer gives its GPU memory back while the sampler has its turn. The sampler's model is built without memory. On a
+CPU it computes with the weights where the optimizer process keeps them. Where there is a GPU, they are copied there for
+each turn.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +126,19 @@ def train(sampler: subprocess.Popen[str]) -> None:
     steps = args.steps or (20 if args.small else 60)
 
     def rollout(prompts: list[str], trainer: Any) -> Any:
-        began = time.monotonic()
+        times = [time.monotonic()]
         with opt.lend_weights():
-            took["lend"] += time.monotonic() - began
-            sampler.stdin.write(json.dumps({"run": str(opt.run_dir), "prompts": prompts}) + "\n")
-            sampler.stdin.flush()
-            said = json.loads(sampler.stdout.readline())
+            times.append(time.monotonic())
+            with opt.parked(weights=True):  # the GPU is the sampler's
+                times.append(time.monotonic())
+                sampler.stdin.write(json.dumps({"run": str(opt.run_dir), "prompts": prompts}) + "\n")
+                sampler.stdin.flush()
+                said = json.loads(sampler.stdout.readline())
+                times.append(time.monotonic())
+        times.append(time.monotonic())
+        lend, park, waited, resume = (after - before for before, after in pairwise(times))
         took.update(said["took"])
-        took["rollout"] += time.monotonic() - began
+        took.update(lend=lend, park=park, resume=resume, rollout=lend + park + waited + resume)
         return said["answer"]
 
     trainer = GRPOTrainer(
@@ -166,7 +173,7 @@ def train(sampler: subprocess.Popen[str]) -> None:
     for record in trainer.state.log_history:
         if "reward" in record:
             print("step {step}: reward {reward:.3f}".format(**record))
-    for phase in ("lend", "attach", "sample", "train"):
+    for phase in ("lend", "park", "attach", "sample", "resume", "train"):
         print(f"{phase}: {1e3 * took[phase] / steps:.1f} ms per step")
 
 

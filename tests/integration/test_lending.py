@@ -209,6 +209,30 @@ def test_who_comes_late_sees_the_step_that_is_lent(monkeypatch: pytest.MonkeyPat
     assert len(copied) == 1
 
 
+@pytest.mark.parametrize("choice", ["a part", "offloaded, visiting", slow("all on the GPU")])
+def test_the_gpu_is_parked_while_weights_are_lent(choice: str) -> None:
+    """First they are lent: when they have left the GPU, they cannot be."""
+    model, expected = perceptron(), perceptron()
+    with adamw(expected, **OPTIONS[choice]) as opt:
+        train(expected, opt, range(4), square_loss)
+    with borrower() as attached, adamw(model, **OPTIONS[choice]) as opt:
+        for turn in range(2):
+            train(model, opt, [2 * turn], square_loss)
+            with opt.lend_weights():
+                then = digests(model)
+                with opt.parked(weights=True):
+                    attached("renew" if turn else f"attach {at(opt)}")
+                    assert attached("digests")["tensors"] == then
+                    with pytest.raises(UsageError, match=r"call opt\.resume\(\) before they are used"):
+                        opt.lend_weights()
+            train(model, opt, [2 * turn + 1], square_loss)
+            assert attached("digests")["tensors"] == then
+            with opt.parked(), opt.lend_weights():
+                attached("renew")
+            assert attached("digests")["tensors"] == digests(model)
+    assert differing(weights(model), weights(expected)) == []
+
+
 def test_weights_that_are_written_by_hand_are_written_elsewhere() -> None:
     model = perceptron()
     with borrower() as attached, adamw(model, k=0.0) as opt:
@@ -526,4 +550,6 @@ def test_a_policy_learns_from_what_another_process_samples(
     printed = capsys.readouterr().out
     rewards = [float(reward) for reward in re.findall(r"^step \d+: reward ([\d.]+)$", printed, re.M)]
     assert len(rewards) >= 6 and rewards[-1] > 2 * rewards[0]
-    assert re.findall(r"^(\w+): [\d.]+ ms per step$", printed, re.M) == ["lend", "attach", "sample", "train"]
+    assert re.findall(r"^(\w+): [\d.]+ ms per step$", printed, re.M) == [
+        *("lend", "park", "attach", "sample", "resume", "train")
+    ]
