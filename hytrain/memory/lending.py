@@ -351,7 +351,9 @@ class Lending:
                 try:
                     moved, into = loan.keep(spare)
                 except CapacityError as error:
-                    raise UsageError(f"{error}. Take them back first: leave the block of opt.lend_weights()") from None
+                    raise UsageError(
+                        f"{error}. Let it release them first, and leave the block of opt.lend_weights()"
+                    ) from None
                 for borrower in [each for each in self.borrowers if each.loan is loan]:
                     borrower.tell(moved, into.memory)
             if not self.changed.wait_for(lambda: not self._silent(), min(NOTICE_S, ANSWER_S)):

@@ -352,7 +352,7 @@ def test_without_host_memory_lending_is_refused_and_so_is_the_step(monkeypatch: 
             attached(f"attach {at(opt)}")
         with monkeypatch.context() as patch:
             patch.setattr(lending, "available_bytes", lambda: 100)
-            with pytest.raises(UsageError, match=r"needed to keep the weights of a past step, which .* Take them back"):
+            with pytest.raises(UsageError, match=r"needed to keep the weights of a past step, which .* Let it release"):
                 train(model, opt, range(1, 2), square_loss)
         opt.zero_grad()
         attached("close")
