@@ -4,6 +4,7 @@
 #   make setup      HyTrain with its integrations, and what the tests need
 #   make demo       train a small Llama on real text, through three processes, on the CPU
 #   make test       linters, types, the website and the tests that need no GPU
+#   make wheel      what is published, in build/dist: the source archive, and a wheel with the CPU kernels
 #   make docs       the website, in build/site/index.html; a broken link is an error
 #   make test-slow  the tests that take minutes
 #   make test-frameworks  trainers' own smallest examples, beside torch's optimizers; installs them into .venv-frameworks
@@ -29,7 +30,7 @@ IN_VENV := .venv/bin/python
 
 # Two targets at once would install into the same .venv.
 .NOTPARALLEL:
-.PHONY: setup demo test test-slow test-frameworks faults soak fuzz lint docs test-gpu bench bench-gpu
+.PHONY: setup demo test test-slow test-frameworks faults soak fuzz lint wheel docs test-gpu bench bench-gpu
 
 setup: $(FOR_TESTS)
 
@@ -111,6 +112,9 @@ lint: setup
 	$(IN_VENV) -m ruff check .
 	$(IN_VENV) -m ruff format --check .
 	$(IN_VENV) -m mypy
+
+wheel: setup
+	$(IN_VENV) -m build --outdir build/dist .
 
 docs: $(FOR_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(IN_VENV) -m mkdocs build --strict

@@ -1,11 +1,30 @@
-"""What setup.cfg can't say: the README as the package index shows it, with links that lead to the repository."""
+"""What setup.cfg can't say: the README as the package index shows it, and the CPU kernels that a wheel has.
+
+Built where there is a C++ compiler, a wheel has a library for each kind of CPU in `hytrain.kernels.build.VARIANTS`, and
+is for machines of this kind. Without a compiler, and installed with -e, first use compiles.
+"""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from platform import machine
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from hytrain.errors import BackendUnavailable  # noqa: E402
+from hytrain.kernels.build import VARIANTS, build, package_name, variant_flags  # noqa: E402
+
+KERNELS = Path("hytrain", "kernels")
 
 REPOSITORY = "https://github.com/hytrain/hytrain"
 PICTURES = "https://raw.githubusercontent.com/hytrain/hytrain/main/"
@@ -18,4 +37,35 @@ def absolute(readme: str) -> str:
     return re.sub(r"(\]\()(?![a-z]+:)", rf"\1{REPOSITORY}/blob/main/", readme)
 
 
-setup(long_description=absolute((Path(__file__).parent / "README.md").read_text(encoding="utf-8")))
+class BuildPy(build_py):
+    """Adds the kernels."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        source, into = HERE / KERNELS / "update.cpp", Path(self.build_lib, KERNELS)
+        environ = {"HYTRAIN_CACHE": self.get_finalized_command("build").build_temp, **os.environ}
+        variants = VARIANTS.get(machine(), {})
+        try:
+            with ThreadPoolExecutor() as pool:
+                libraries = [*pool.map(lambda one: build(source, environ, variant_flags(one)), variants)]
+        except BackendUnavailable as reason:
+            self.warn(f"without CPU kernels, which first use will compile: {reason}")
+            return
+        for variant, library in zip(variants, libraries):
+            shutil.copyfile(library, into / package_name(source, variant))
+
+
+class Wheel(bdist_wheel):
+    """One with kernels is for one kind of machine, and for every Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        self.plat_name_supplied = any(Path(self.bdist_dir).rglob("*.so"))
+        return super().get_tag()
+
+
+setup(
+    long_description=absolute((HERE / "README.md").read_text(encoding="utf-8")),
+    cmdclass={"build_py": BuildPy, "bdist_wheel": Wheel},
+)

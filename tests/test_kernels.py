@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hytrain.kernels import choice as backends
 from hytrain.kernels.backend import DTYPES, Backend, Elements, Into, Operands
-from hytrain.kernels.build import build, find_compiler
+from hytrain.kernels.build import NATIVE, build, find_compiler
 from hytrain.kernels.native import FLAGS, SOURCE
 from hytrain.kernels.scalars import Scalars, scalars
 from hytrain.kernels.split import join, nearest_half, split
@@ -268,7 +268,7 @@ def test_the_tail_is_the_whole_tensors(name: str, threads: int) -> None:
 def every_library() -> None:
     """Both kernels are built here: on a new machine that is no cost of the test."""
     for flags in FLAGS.values():
-        build(SOURCE, flags=flags)
+        build(SOURCE, flags=(*NATIVE, *flags))
 
 
 #: Prints how torch computes, and raises if something differs from its bits.

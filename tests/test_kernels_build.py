@@ -1,4 +1,4 @@
-"""Which backend is chosen, and how the native one is built: cache, concurrent builds, missing compiler."""
+"""Which backend is chosen, and where the native one's library is from: the package, or the cache, where it is built."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch
 from hytrain.errors import BackendUnavailable
 from hytrain.kernels import build as builder
 from hytrain.kernels.backend import DTYPES
-from hytrain.kernels.build import build, cache_folder, find_compiler
+from hytrain.kernels.build import build, cache_folder, find_compiler, opened, package_name, packaged
 from hytrain.kernels.choice import load
 from hytrain.kernels.native import SOURCE, NativeBackend
 
@@ -80,6 +81,62 @@ def test_late_builders_replace_a_library_in_use(
         assert set(pool.map(lambda _: build(source, environ), range(3))) == {library}
     assert loaded.answer() == answer(library) == 42
     assert list(library.parent.iterdir()) == [library]
+
+
+@pytest.fixture
+def in_package(source: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
+    """The package's libraries by variant. They say which one they are: "built" says 42, and has no other answer."""
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        builder, "VARIANTS", {"here": {"newest": ("", ("a", "b")), "newer": ("", ("a",)), "any": ("", ())}}
+    )
+    monkeypatch.setattr(packaged, "__defaults__", ("here",))
+    there = {}
+    for value, variant in enumerate(("newest", "newer", "any")):
+        own = source.with_name("own.cpp")
+        own.write_text(TINY.replace("42", str(value)))
+        there[variant] = build(own).rename(source.with_name(package_name(source, variant)))
+    return there
+
+
+@pytest.mark.parametrize(
+    ("features", "found"), [("a b c", 0), ("a c", 1), ("c", 2)], ids=["all features", "some of them", "none"]
+)
+def test_the_package_has_a_library_for_each_cpu(
+    features: str, found: int, in_package: dict[str, Path], source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "features", lambda: frozenset(features.split()))
+    monkeypatch.setenv("CXX", "no-such-c++")
+    assert packaged(source) == [*in_package.values()][found:]
+    assert int(opened(source).answer()) == found
+    assert packaged(source, "another machine") == []
+
+
+def test_what_the_package_cannot_give_is_built(
+    in_package: dict[str, Path], source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "features", lambda: frozenset("ab"))
+    in_package["newest"].write_bytes(b"for a newer system")
+    assert int(opened(source).answer()) == 1
+    assert int(opened(source, ("-O1",)).answer()) == 42, "with flags of its own"
+    source.write_text(f"{TINY}// changed")
+    assert packaged(source) == [] and int(opened(source).answer()) == 42
+
+
+def test_torchs_openmp_stands_in_for_one_that_is_missing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a compiler may have none."""
+    loaded, library = [], build(source)
+
+    def load(path: str) -> ctypes.CDLL:
+        loaded.append(Path(path).name)
+        if "libgomp.so.1" not in loaded:
+            raise OSError("libgomp.so.1: cannot open shared object file: No such file or directory")
+        return ctypes.CDLL(path)
+
+    monkeypatch.setattr(builder, "ctypes", SimpleNamespace(CDLL=load))
+    assert int(opened(source).answer()) == 42
+    assert loaded == [library.name, "libgomp.so.1", library.name]
 
 
 def halve(library: Path) -> None:
@@ -159,7 +216,7 @@ def test_a_build_that_fails_says_what_to_do(
 def test_auto_prefers_native_on_every_core_of_this_process() -> None:
     backend, reason = load()
     assert isinstance(backend, NativeBackend)
-    assert (backend.threads, reason) == (len(os.sched_getaffinity(0)), "native: a C++ compiler is there")
+    assert (backend.threads, reason) == (len(os.sched_getaffinity(0)), "native: a library for this CPU is there")
 
 
 def test_auto_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +257,7 @@ def vectorised() -> str:
     if not report.exists():
         with TemporaryDirectory(dir=report.parent) as folder:
             said = subprocess.run(
-                [*command, *builder.FLAGS, "-fopt-info-vec-optimized", SOURCE, "-o", f"{folder}/out.so"],
+                [*command, *builder.FLAGS, *builder.NATIVE, "-fopt-info-vec-optimized", SOURCE, "-o", f"{folder}/so"],
                 capture_output=True, text=True, check=True,
             ).stderr  # fmt: skip
             (whole := Path(folder, "report")).write_text(said)

@@ -18,6 +18,8 @@ from zipfile import ZipFile
 import pytest
 
 import hytrain
+from hytrain.kernels.build import VARIANTS, cache_folder, package_name
+from hytrain.kernels.native import SOURCE
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_PUBLISHED = {".gitignore"}
@@ -63,7 +65,8 @@ def archives(published: set[str], tmp_path_factory: pytest.TempPathFactory) -> t
     for name in published:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, copy / name)
-    call(sys.executable, "-P", "-m", "build", "--no-isolation", copy, env=alone())
+    own = {"HYTRAIN_CACHE": str(cache_folder(os.environ))}  # to compile only once on a machine
+    call(sys.executable, "-P", "-m", "build", "--no-isolation", copy, env=alone(**own))
     [sdist], [wheel] = (copy / "dist").glob("*.tar.gz"), (copy / "dist").glob("*.whl")
     return sdist, wheel
 
@@ -98,9 +101,25 @@ def test_the_long_description_stands_alone(archives: tuple[Path, Path]) -> None:
     assert all((ROOT / (match[1] or match[2] or ".")).exists() for match in found if match)
 
 
+def test_the_wheel_has_the_kernels(archives: tuple[Path, Path]) -> None:
+    machine = os.uname().machine
+    with ZipFile(archives[1]) as files:
+        libraries = {name for name in files.namelist() if name.endswith(".so")}
+    assert libraries == {f"hytrain/kernels/{package_name(SOURCE, variant)}" for variant in VARIANTS[machine]}
+    assert archives[1].name == f"hytrain-{hytrain.__version__}-py3-none-linux_{machine}.whl"
+
+
+def test_without_a_compiler_the_wheel_is_for_every_machine(archives: tuple[Path, Path], tmp_path: Path) -> None:
+    with tarfile.open(archives[0]) as files:
+        files.extractall(tmp_path, filter="data")
+    [folder] = tmp_path.iterdir()
+    call(sys.executable, "-P", "-m", "build", "--no-isolation", "--wheel", folder, env=alone(CXX="no-such-c++"))
+    assert [wheel.name for wheel in folder.glob("dist/*")] == [f"hytrain-{hytrain.__version__}-py3-none-any.whl"]
+
+
 @pytest.mark.spawns
 def test_the_wheel_trains_in_a_fresh_environment(archives: tuple[Path, Path], tmp_path: Path) -> None:
-    """In another folder, through three processes. Other packages are those of this environment."""
+    """In another folder, through three processes, without a compiler. Other packages are those of this environment."""
     _, wheel = archives
     fresh = tmp_path / "environment"
     venv.create(fresh, with_pip=False)
@@ -112,7 +131,8 @@ def test_the_wheel_trains_in_a_fresh_environment(archives: tuple[Path, Path], tm
     borrowed = {sysconfig.get_path("purelib"), *(path for path in sys.path if path.endswith("-packages"))}
     (site / "borrowed.pth").write_text("\n".join(sorted(borrowed)))
     (tmp_path / "script.py").write_text(SCRIPT)
-    here = {"cwd": tmp_path, "env": alone(HYTRAIN_RUN_DIR=str(tmp_path / "run"), HYTRAIN_THREADS="1")}
+    own = {"HYTRAIN_RUN_DIR": str(tmp_path / "run"), "HYTRAIN_CACHE": str(tmp_path / "cache"), "CXX": "no-such-c++"}
+    here = {"cwd": tmp_path, "env": alone(HYTRAIN_THREADS="1", **own)}
     *files, roles = call(python, "script.py", **here).splitlines()
     assert [Path(file).parent.parent for file in files] == [site] * 3
     assert roles == "coordinator optimizer trainer"

@@ -1,8 +1,14 @@
-"""Builds a C++ source into a shared library at first use, and finds it in the cache later.
+"""Finds the library of a C++ source for this machine: in the package, or in the cache, where first use builds it.
 
-The file's name has a hash of everything that determines its contents (source, compiler, flags, the CPU behind
--march=native), so it is never stale. There is no lock: each process builds its own file and renames it, and replaces
-at most an equal library.
+A wheel has libraries for several kinds of CPU (`VARIANTS`), which setup.py builds. Where none fits, and in a checkout,
+the source is compiled for the CPU at hand. All have the same functions with the same results, bit for bit.
+
+    opened(source)  ->  <package>/<stem>-avx512-<key>.so, the first that this CPU can run and the system can load
+                    ->  build(source)
+
+The file's name in the cache has a hash of everything that determines its contents (source, compiler, flags, the CPU
+behind -march=native), so it is never stale. There is no lock: each process builds its own file and renames it, and
+replaces at most an equal library.
 
     build(source)  ->  <cache>/hytrain/<stem>-<key>.so       the library, then the SHA-256 of it
 
@@ -13,6 +19,7 @@ file.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -22,18 +29,32 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from hytrain.config import home
 from hytrain.errors import BackendUnavailable
 
 # No fast-math, no contraction: the order and rounding of all operations are part of the contract.
 FLAGS = (
-    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"),
+    *("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
+#: For the CPU that compiles.
+NATIVE: Final = ("-march=native",)
+
+_AVX2: Final = ("avx2", "fma", "f16c")
+#: What a wheel has libraries for, by machine, the fastest first: a name, the architecture that compilers begin with,
+#: and the features that are added, which compilers and /proc/cpuinfo call alike.
+VARIANTS: Final[dict[str, dict[str, tuple[str, tuple[str, ...]]]]] = {
+    "x86_64": {
+        "avx512": ("x86-64", (*_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")),
+        "avx2": ("x86-64", _AVX2),
+    },
+    "aarch64": {"neon": ("armv8-a", ())},
+}
 
 #: Owners of libraries that may be loaded, besides the user: the system's administrator.
 ROOT: Final = 0
@@ -41,16 +62,57 @@ ROOT: Final = 0
 _log = logging.getLogger(__name__)
 
 
-def build(source: Path, environ: Mapping[str, str] = os.environ, flags: tuple[str, ...] = ()) -> Path:
-    """The library built from `source` for this machine, or its copy in the cache. `flags` are further ones.
+def opened(source: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
+    """The library of a source, for this CPU. With `flags`, further ones, it is never the package's.
+
+    Raises BackendUnavailable where the package has none that fits, and none can be built.
+    """
+    for library in () if flags else packaged(source):
+        with suppress(OSError):  # built for a newer system
+            return _load(library)
+    return _load(build(source, flags=(*NATIVE, *flags)))
+
+
+def packaged(source: Path, machine: str = platform.machine()) -> list[Path]:
+    """The libraries beside `source` that this CPU can run, the fastest first."""
+    there = features()
+    fitting = [name for name, (_, needed) in VARIANTS.get(machine, {}).items() if there.issuperset(needed)]
+    return [library for name in fitting if (library := source.with_name(package_name(source, name))).exists()]
+
+
+def package_name(source: Path, variant: str) -> str:
+    """It has a hash of the source: a library that was built from another one is not found."""
+    key = hashlib.sha256(b"\0".join((source.read_bytes(), " ".join(FLAGS).encode()))).hexdigest()[:16]
+    return f"{source.stem}-{variant}-{key}.so"
+
+
+def variant_flags(variant: str, machine: str = platform.machine()) -> tuple[str, ...]:
+    architecture, needed = VARIANTS[machine][variant]
+    return (f"-march={architecture}", *(f"-m{feature}" for feature in needed))
+
+
+def _load(library: Path) -> ctypes.CDLL:
+    """A machine without a compiler may not have OpenMP's library either. torch brings one of the same name."""
+    _log.info("loading %s", library)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:
+        if (torch := find_spec("torch")) is None or torch.origin is None:
+            raise
+        ctypes.CDLL(str(Path(torch.origin).parent / "lib" / "libgomp.so.1"))
+        return ctypes.CDLL(str(library))
+
+
+def build(source: Path, environ: Mapping[str, str] = os.environ, flags: tuple[str, ...] = NATIVE) -> Path:
+    """The library built from `source`, or its copy in the cache. `flags` are those beside FLAGS.
 
     `environ` names the cache (HYTRAIN_CACHE, else hytrain/ in XDG_CACHE_HOME or ~/.cache) and the compiler (CXX).
     Raises BackendUnavailable if there is no compiler, or if it fails.
     """
-    compiler = (*find_compiler(environ), *flags)
-    library = _own_folder(cache_folder(environ)) / f"{source.stem}-{_key(source, compiler)}.so"
+    compiler, flags = find_compiler(environ), (*FLAGS, *flags)
+    library = _own_folder(cache_folder(environ)) / f"{source.stem}-{_key(source, compiler, flags)}.so"
     if not _is_whole(library):
-        _compile(compiler, source, library)
+        _compile(compiler, flags, source, library)
     return library
 
 
@@ -68,13 +130,15 @@ def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
 def cache_folder(environ: Mapping[str, str]) -> Path:
     if own := environ.get("HYTRAIN_CACHE"):
         return Path(own)
+    from hytrain.config import home  # setup.py has no use for it, nor for what it imports
+
     caches = environ.get("XDG_CACHE_HOME") or home() / ".cache"
     return Path(caches) / "hytrain"
 
 
-def _key(source: Path, compiler: tuple[str, ...]) -> str:
+def _key(source: Path, compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
     version = _version(compiler, os.environ.get("PATH"))
-    parts = (source.read_bytes(), " ".join(compiler).encode(), version, " ".join(FLAGS).encode(), _cpu())
+    parts = (source.read_bytes(), " ".join(compiler).encode(), version, " ".join(flags).encode(), _cpu())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -82,6 +146,13 @@ def _key(source: Path, compiler: tuple[str, ...]) -> str:
 def _version(compiler: tuple[str, ...], path: str | None) -> bytes:
     """What the compiler that is found on this path says of itself; asked once in a process."""
     return subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+
+
+@cache
+def features() -> frozenset[str]:
+    """What the CPU can do, as the system calls it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return frozenset(next((line.split() for line in lines if line.startswith(("flags", "Features"))), ()))
 
 
 @cache
@@ -142,14 +213,14 @@ def _is_whole(library: Path) -> bool:
     return not (whose or is_damaged)
 
 
-def _compile(compiler: tuple[str, ...], source: Path, library: Path) -> None:
+def _compile(compiler: tuple[str, ...], flags: tuple[str, ...], source: Path, library: Path) -> None:
     try:
         descriptor, temporary = tempfile.mkstemp(dir=library.parent, prefix=f"{library.stem}.", suffix=".tmp")
     except OSError as error:
         raise _no_cache(library.parent, error) from error
     os.close(descriptor)
     try:
-        command = [*compiler, *FLAGS, str(source), "-o", temporary]
+        command = [*compiler, *flags, str(source), "-o", temporary]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise BackendUnavailable(

@@ -2,7 +2,7 @@
 
 The optimizer process and a trainer without a GPU load one and call it for each tile of each segment.
 
-    load("auto")  ->  native, or torch without a C++ compiler
+    load("auto")  ->  native, or torch where no library of the package fits and there is no C++ compiler
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def load(name: str = "auto", threads: int | None = None) -> tuple[Backend, str]:
     if name != "auto":
         return _open(name, threads), f"{name}: as asked"
     try:
-        return _open("native", threads), "native: a C++ compiler is there"
+        return _open("native", threads), "native: a library for this CPU is there"
     except BackendUnavailable as reason:
         return _open("torch", threads), f"torch: native is not available ({reason})"
 
 
 def why_not_native(*, fuses: bool = True) -> str:
     """Why `load("auto")` does not choose native on this machine; empty if it does. Builds native if necessary."""
-    from hytrain.kernels.build import build
+    from hytrain.kernels.build import opened
     from hytrain.kernels.native import FLAGS, SOURCE
 
     try:
-        build(SOURCE, flags=FLAGS[fuses])
+        opened(SOURCE, FLAGS[fuses])
     except BackendUnavailable as reason:
         return str(reason)
     return ""

@@ -1,7 +1,7 @@
 """The updates in C++ and OpenMP: a ctypes wrapper of update.cpp, without torch.
 
-build.py builds it at first use. ctypes releases the GIL during a call. Call it from one thread only, because OpenMP
-keeps a pool of threads per caller.
+build.py finds it, or builds it at first use. ctypes releases the GIL during a call. Call it from one thread only,
+because OpenMP keeps a pool of threads per caller.
 
 libgomp's threads spin for a while after each call, then sleep. Measured on two cores: they spin for 10 ms, with
 GOMP_SPINCOUNT=20000 for 2 ms, with OMP_WAIT_POLICY=passive not at all. A call has an overhead of a few us while they
@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from hytrain.kernels.backend import DTYPES, Operands, check_dtypes, seeds
-from hytrain.kernels.build import build
+from hytrain.kernels.build import opened
 from protocol.messages import STATE_DTYPES
 from protocol.rules import MOMENTS, ON_DEVICE
 
 SOURCE = Path(__file__).with_name("update.cpp")
 LONE = ("lone_bfloat16", "bfloat16")  # the dtypes of weights that are their own masters, and of their gradients
-#: By whether multiplications are fused with additions.
+#: By whether multiplications are fused with additions, as torch does on CPUs that can.
 FLAGS: Final = {True: (), False: ("-DHYTRAIN_FUSES=0",)}
 SMALL_CALLS = 64  # after a call of `touch` that was refused huge pages, this many calls do not ask for them
 
@@ -40,7 +40,7 @@ class _Elements(ctypes.Structure):  # update.cpp's Elements; ctypes keeps the lo
 
 def _functions(*, fuses: bool) -> tuple[dict[tuple[str, str, str, str], Any], ctypes.CDLL]:
     """The updates by rule, dtypes of weights and gradients, and dtype of moments; and their library."""
-    library = ctypes.CDLL(str(build(SOURCE, flags=FLAGS[fuses])))
+    library = opened(SOURCE, FLAGS[fuses])
     rules = [rule for rule in MOMENTS if rule not in ON_DEVICE]
     kinds = [(rule, *pair, state) for rule in rules for pair in (*DTYPES, LONE) for state in STATE_DTYPES]
     update = {each: getattr(library, f"hytrain_{'_'.join(each)}") for each in kinds}
