@@ -1,6 +1,6 @@
 """Builds what a session trains with: a model's layers, what an engine over them is made of, and the layer table.
 
-    model, groups ─▶ Build: layers, gates, blocks, which memory suffices for ─▶ engine, calibration, table
+    model, groups ─▶ Build: layers, gates, blocks, which memory suffices for ─▶ calibration, engine, table
                                                                             ─▶ fill: first values, the first plan
 
 A session builds at its start, and again when other parameters are to be trained. It joins the run itself.
@@ -149,7 +149,7 @@ class Build:
     def _bound_memory(self) -> None:
         """Raise `CapacityError` if memory cannot suffice, and give layers a second bank if host memory allows."""
         site, options, layers = self._site, self._site.options, self.layers
-        limit, ranks = site.place.cluster.host_memory_limit, len(site.ranks.node)
+        limit, ranks = site.place.settings.host_memory_limit, len(site.ranks.node)
         self._host_bytes, self._host_free = host_bound(limit, ranks), host_free(limit, site.device, ranks)
         numel = sum(layer.spec.numel for layer in layers)
         must_visit = sum(layer.spec.numel for layer in layers if layer.spec.stays_on_device) / numel
@@ -176,13 +176,19 @@ class Build:
             host_bytes(double) * (1.0 - (options.k or 0.0)) / 1e9,
         )
 
-    def engine(self, link: Link, plans: PlanBook) -> Engine:
-        site, options, cluster = self._site, self._site.options, self._site.place.cluster
+    def calibration(self) -> Calibration:
+        """Load or build what copies and updates, and measure it."""
+        site, options = self._site, self._site.options
         builds = options.backend in ("auto", "native")  # before the optimizer process needs it
         if builds and (reason := choice.why_not_native(fuses=vectors().fuses)) and options.backend == "auto":
             _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
         self.transfers, self._hold_bytes = transfers_for(site.device), site.memory.for_waiting_bytes()
         self._host = _host_backend(options.backend) if site.device.type == "cpu" else None
+        return calibrate([layer.spec for layer in self.layers], site.device, self.transfers, self._host)
+
+    def engine(self, link: Link, plans: PlanBook) -> Engine:
+        """After `calibration`."""
+        site, options, cluster = self._site, self._site.options, self._site.place.cluster
         there = [*site.model.parameters(), *site.model.buffers()]
         free = host_free(None, site.device, len(site.ranks.node))  # a stated limit is one for planes
         activations = Activations(self.transfers, site.device, there, free) if options.offload_activations else None
@@ -211,10 +217,6 @@ class Build:
             updater=f"optimizer-{rank} (process {cluster.optimizer_pids[rank]})",
             hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,
         )
-
-    def calibration(self) -> Calibration:
-        specs = [layer.spec for layer in self.layers]
-        return calibrate(specs, self._site.device, self.transfers, self._host)
 
     def table(self, inbox: str, *, continues: bool) -> LayerTable:
         """What coordinator and optimizer need to know, before an engine takes its first step."""

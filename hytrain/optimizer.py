@@ -9,7 +9,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Final, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,10 @@ from hytrain.run.ranks import Ranks
 from hytrain.started import StartedOptimizer
 from hytrain.statistics import Statistics
 from hytrain.step.scaling import LossScale
-from hytrain.uncompiled import uncompiled
+from hytrain.uncompiled import uncompiled, undecorated
+
+_add_param_group: Final = undecorated(torch.optim.Optimizer.add_param_group)
+_clear_gradients: Final = undecorated(torch.optim.Optimizer.zero_grad)
 
 
 class Optimizer(StartedOptimizer):
@@ -136,7 +139,7 @@ class Optimizer(StartedOptimizer):
         if set_to_none and self._started is not None:
             self._engine.drop_gradients()
         with unwatched():
-            super().zero_grad(set_to_none=set_to_none)
+            _clear_gradients(self, set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the model, from the next step on. All other parameters continue unchanged.
@@ -147,12 +150,12 @@ class Optimizer(StartedOptimizer):
             UsageError: Called between backward and `step()`.
         """
         if not hasattr(self, "_groups"):  # torch's constructor
-            super().add_param_group(param_group)
+            _add_param_group(self, param_group)
             return
         groups = len(self.param_groups)
         if self._is_searching:
             for group in self._groups_from([param_group]):
-                super().add_param_group(group)
+                _add_param_group(self, group)
                 self.algorithm.check(self.param_groups[-1])
             self._note_groups()
             return
@@ -163,7 +166,7 @@ class Optimizer(StartedOptimizer):
                 named = self._groups_from([param_group])
                 self._session.require_free([p for group in named for p in group["params"]])
                 for group in named:
-                    super().add_param_group(group)
+                    _add_param_group(self, group)
                     self.algorithm.check(self.param_groups[-1])
             self._note_groups()
             self._session.rebuild()

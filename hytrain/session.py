@@ -96,8 +96,7 @@ class Session(Site):
         self._closed = self._said_late = False
         self.last_words = f"this hytrain.{options.algorithm.name} is closed"
         self.place = find_or_start(config, self.ranks)
-        self._cluster = self.place.cluster
-        self.memory.limit = self._cluster.gpu_memory_limit
+        self.memory.limit = self.place.settings.gpu_memory_limit
         with contextlib.ExitStack() as undo:  # what a start that fails has done, down to the model
             undo.callback(self.place.close)
             self._nodes = Nodes(self.ranks)
@@ -106,9 +105,11 @@ class Session(Site):
             build = self._build()
             undo.callback(self._leave)
             if self.place.rank == 0:
-                launcher = self._cluster.launcher_pid if isinstance(self.place, Seat) else None
+                launcher = self.place.cluster.launcher_pid if isinstance(self.place, Seat) else None
                 environment.write(self.run_dir, self.device, launcher)
-            self._trackers = Trackers(options.log_to if ranks.rank == 0 else (), self.run_dir, self._cluster.run_name)
+            self._trackers = Trackers(
+                options.log_to if ranks.rank == 0 else (), self.run_dir, self.place.cluster.run_name
+            )
             undo.pop_all()
         build.end_beginning()
         self._tracked = self.engine.statistics  # the last that they have
@@ -161,11 +162,11 @@ class Session(Site):
     def _start(self, build: Build, undo: contextlib.ExitStack, *, continues: bool) -> None:
         """Join the processes, agree on the first plan, and start an engine with it. `undo` gets what undoes that."""
         plans = PlanBook("trainer", len(build.layers))
+        calibration = build.calibration()  # before the link, which waits for the processes that are starting
         link = self._link = Link(self.place, self._nodes, timeout_s=ANSWER_TIMEOUT_S)
         undo.callback(link.close)
         engine = self._engine = build.engine(link, plans)
         undo.callback(link.close, engine.release)
-        calibration = build.calibration()
         link.join()
         allow_descriptors(len(build.layers))
         plan = link.agree(build.table(link.name, continues=continues), calibration, plans)
@@ -278,13 +279,13 @@ class Session(Site):
         self._numbers.restored(steps)
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
-        optimizer = self._cluster.optimizer_pids[self.place.rank]
+        optimizer = self.place.cluster.optimizer_pids[self.place.rank]
         pids = {"trainer": os.getpid(), "optimizer": optimizer, "coordinator": self._link.coordinator.pid}
         return [(role, pid, _cores(pid)) for role, pid in pids.items()]
 
     @property
     def run_dir(self) -> Path:
-        return Path(self._cluster.run_dir)
+        return Path(self.place.cluster.run_dir)
 
     def close(self) -> None:
         """End the engine, and the processes if this session started them. Does nothing in a forked child.

@@ -36,5 +36,10 @@ def constant_when_traced(function: _Function) -> _Function:
     return function
 
 
+def undecorated(method: Any) -> Any:
+    """A method that torch keeps out of compiled graphs by importing the compiler in its first call, without that."""
+    return getattr(method, "__wrapped__", method)
+
+
 def _skip(function: Any, *, inside: Any) -> None:
     _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(_SKIP, inside))

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from protocol.rules import TILE_NUMEL
 from workers.optimize import arenas as memory
 from workers.optimize import update_rate
 from workers.optimize.arenas import Arenas, SegmentPlanes
+from workers.optimize.optimizer import Session
 from workers.optimize.update_rate import seconds_per_parameter
 from workers.optimize.work_log import Progress
 
@@ -169,6 +171,17 @@ def test_an_arena_that_the_trainer_has_made_is_like_any_other(owner: Owner) -> N
     owner.arenas.request(1)
     owner.touch_all()
     assert owner.announced() == 1
+
+
+def test_memory_that_the_trainer_waits_for_is_touched_by_all_cores() -> None:
+    backend, seen, queue = SimpleNamespace(threads=1), [], SimpleNamespace(next_tile=lambda: None, step=-1)
+    arenas = SimpleNamespace(pending=0, touch_next=lambda: seen.append(backend.threads))
+    progress = SimpleNamespace(touched=lambda *times: None)
+    session: Any = SimpleNamespace(_backend=backend, _arenas=arenas, _queue=queue, _progress=progress, _max_threads=4)
+    Session._work(session)
+    queue.step = 0  # from now on, it trains meanwhile
+    Session._work(session)
+    assert seen == [4, 1] and backend.threads == 1
 
 
 @pytest.mark.parametrize(("dtype", "banks"), [("bfloat16", 1), ("bfloat16", 2), ("float32", 2)])

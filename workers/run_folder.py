@@ -20,7 +20,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from hytrain.config import home
 from hytrain.errors import ConfigError
 from protocol.metrics import records
 
@@ -51,6 +50,8 @@ TAIL_BYTES: Final = 1 << 16
 
 def default() -> Path:
     """The folder that has the folders of the runs that were given none."""
+    from hytrain.config import home  # of what the coordinator imports, nothing else needs pydantic
+
     state = Path(os.environ.get("XDG_STATE_HOME") or home() / ".local" / "state")
     return state / "hytrain" / "runs"
 

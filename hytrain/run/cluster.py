@@ -7,8 +7,8 @@
 Of several ranks on a machine, the first one starts the private cluster, and the others take seats in it. All ranks
 call `find_or_start`, and the error of one is raised on all.
 
-A private cluster is executed. It is never forked, nor spawned by multiprocessing, which would run the user's script
-again.
+A private cluster starts while its trainer builds layers: `cluster` waits for it. It is executed. It is never forked,
+nor spawned by multiprocessing, which would run the user's script again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 from hytrain.config import Cluster, ClusterConfig, joined_cluster, workers_environment
 from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainError
@@ -48,11 +49,9 @@ class PrivateCluster:
     rank: Final = 0
 
     def __init__(self, config: ClusterConfig, ranks: int = 1) -> None:
-        """Wait until the cluster's processes, for so many ranks, are ready.
-
-        Raises `ClusterError` with the launcher's output otherwise.
-        """
+        """Start the cluster's processes, for so many ranks."""
         self._pid = os.getpid()
+        self.settings = config
         self._ranks, self._seats = ranks, list[Path]()
         options = ["--attach", str(self._pid), "--name", program_name(), "--config", config.model_dump_json()]
         options += ["--ranks", str(ranks)]
@@ -64,12 +63,22 @@ class PrivateCluster:
             env=workers_environment(),
             start_new_session=True,
         )
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """Waits until all are ready. Raises `ClusterError` with the launcher's output otherwise."""
         try:
-            self.cluster = Cluster.read(self._read_socket_dir(config.start_timeout_s))
-            self._seats = [seat_file(self.cluster.socket_dir, rank) for rank in range(1, ranks)]
+            cluster = Cluster.read(self._read_socket_dir(self.settings.start_timeout_s))
         except BaseException:
             self.close()
             raise
+        self._seats = [seat_file(cluster.socket_dir, rank) for rank in range(1, self._ranks)]
+        return cluster
+
+    def ready(self) -> Self:
+        """This, once its cluster is ready."""
+        assert self.cluster
+        return self
 
     def _read_socket_dir(self, timeout_s: float) -> str:
         """The launcher's one line of output, which it writes when everything is ready."""
@@ -113,7 +122,7 @@ class PrivateCluster:
 
     def close(self) -> None:
         """End the launcher and its processes, which go on while other ranks have seats. Nothing in a forked child."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or (self._launcher.stderr and self._launcher.stderr.closed):
             return
         self._launcher.terminate()  # closing its input may not end it: a forked child may have it open too
         assert self._launcher.stdin and self._launcher.stdout and self._launcher.stderr
@@ -152,6 +161,9 @@ def find_or_start(config: ClusterConfig, ranks: Ranks) -> PrivateCluster | Seat:
     if seat is not None:
         seat.close()
     private = _together(ranks, lambda: PrivateCluster(config, len(peers)) if rank == 0 else None)
+    if ranks.world == 1 and private is not None:
+        return private
+    _together(ranks, lambda: private and private.ready())
     socket_dir = ranks.gather(private and private.cluster.socket_dir)[peers[0]]
     place = _together(ranks, lambda: private or Seat.take(Cluster.read(socket_dir), rank))
     assert place is not None, "a new cluster has a place for each"

@@ -26,7 +26,8 @@ class Seat:
     """A trainer's place in a cluster. Only one optimizer can have it at a time."""
 
     def __init__(self, cluster: Cluster, rank: int, descriptor: int) -> None:
-        self.cluster, self.rank, self._descriptor = cluster, rank, descriptor
+        self.cluster = self.settings = cluster
+        self.rank, self._descriptor = rank, descriptor
 
     @classmethod
     def take(cls, cluster: Cluster, rank: int) -> Self | None:

@@ -176,7 +176,8 @@ class Guest:
     """In the place of a private cluster."""
 
     def __init__(self, seat: Seat) -> None:
-        self.cluster, self.rank, self.close = seat.cluster, seat.rank, seat.close
+        self.cluster = self.settings = seat.cluster
+        self.rank, self.close = seat.rank, seat.close
 
 
 @pytest.fixture(autouse=True, scope="session")

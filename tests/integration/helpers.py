@@ -184,7 +184,7 @@ def opened(kind: type[Optimizer], params: Any, param_groups: Any = None, **optio
     try:
         yield opt
     except BaseException:
-        cluster = None if opt._started is None else opt._started._cluster
+        cluster = None if opt._started is None else opt._started.place.cluster
         for pid in () if cluster is None else (*cluster.optimizer_pids, cluster.coordinator_pid):
             with suppress(psutil.Error):
                 psutil.Process(pid).resume()  # closing waits for what a stopped one still has to do

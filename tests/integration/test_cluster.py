@@ -334,7 +334,7 @@ def test_under_a_long_tmpdir_sockets_have_a_short_folder_of_their_own(
     model = perceptron()
     with adamw(model) as opt:
         train(model, opt, range(2), square_loss)
-        folder = Path(opt._session._cluster.socket_dir)
+        folder = Path(opt._session.place.cluster.socket_dir)
         assert folder.parent == Path(SHORT) and stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert str(folder) in [run.socket_dir for run in live_runs()]
     assert not folder.exists() and not list(long.glob("hytrain-*"))

@@ -79,7 +79,7 @@ def trained(refer: Callable[[nn.Module, Any], None], **options: Any) -> tuple[li
     opt = hytrain.AdamW(model, lr=LR, **options)
     train(model, opt, range(2), square_loss)
     refer(model, opt)
-    return [weakref.ref(opt), weakref.ref(model)], model[2], opt._session._cluster.launcher_pid
+    return [weakref.ref(opt), weakref.ref(model)], model[2], opt._session.place.cluster.launcher_pid
 
 
 def gone(references: Sequence[weakref.ref[Any]]) -> bool:

@@ -36,7 +36,7 @@ def one_is_slow(slow: int) -> str | None:
             opt.log(step + 1)
         shown = None
         if dist.get_rank() == 0:
-            with Client(opt._session._cluster) as client:
+            with Client(opt._session.place.cluster) as client:
                 ends_s = time.monotonic() + DEADLINE_S
                 while None in view.waits_s(status := client.status()):
                     assert time.monotonic() < ends_s, status.ranks

@@ -54,7 +54,7 @@ def inboxes(opt: hytrain.AdamW) -> list[str]:
 @contextmanager
 def strangers(opt: hytrain.AdamW) -> Iterator[dict[tuple[str, str], Outbox]]:
     """Connections to each inbox as each role, by someone who has the token."""
-    cluster = opt._session._cluster
+    cluster = opt._session.place.cluster
     with ExitStack() as stack:
         found = {}
         for address in ROLES:
@@ -90,7 +90,7 @@ def test_a_flood_of_junk_changes_nothing_and_fills_no_log() -> None:
     ours, theirs = llama(), llama()
     expected = train(theirs, Reference(theirs, lr=LR), range(6))
     with adamw(ours, k=0.5) as opt:
-        paths = [os.path.join(opt._session._cluster.socket_dir, name) for name in inboxes(opt)]
+        paths = [os.path.join(opt._session.place.cluster.socket_dir, name) for name in inboxes(opt)]
         with subprocess.Popen([sys.executable, "-c", FLOOD, *paths], stdout=subprocess.PIPE, text=True) as flood:
             try:
                 read_until(flood, "flooding")

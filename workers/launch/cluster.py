@@ -1,6 +1,6 @@
 """The cluster of a run on this machine: coordinator and optimizers, which share a socket folder. `supervisor` runs it.
 
-    coordinator ─ READY ─▶ an optimizer per rank ─ READY ─▶ cluster.json
+    coordinator, an optimizer per rank ─ all READY ─▶ cluster.json
     a coordinator has died ─▶ another one takes its place
 
 Sockets are in a temporary folder, which is removed at the end. Until then its files are touched now and then: systems
@@ -64,8 +64,8 @@ class RunningCluster:
         token = secrets.token_hex(16)
         names = {"run_name": self._run_name, "run_dir": str(self._run_dir), "ranks": self._ranks, "token": token}
         write_settings(self.socket_dir, **{**self._config.model_dump(), **names})
-        [coordinator] = self._start_workers(COORDINATOR)
-        optimizers = self._start_workers(*(Address("optimizer", rank) for rank in range(self._ranks)))
+        ranks = range(self._ranks)
+        coordinator, *optimizers = self._start_workers(COORDINATOR, *(Address("optimizer", rank) for rank in ranks))
         self._cluster = Cluster(
             run_name=self._run_name,
             run_dir=str(self._run_dir),
