@@ -118,6 +118,11 @@ def home() -> Path:
         ) from None
 
 
+def plan_cache() -> str | None:
+    """The folder of the last runs' plans: none are kept if it is empty. None if it is not named."""
+    return os.environ.get("HYTRAIN_PLAN_CACHE")
+
+
 def workers_environment() -> dict[str, str]:
     """This process's environment, with HyTrain's packages importable from where this process imported them."""
     others = {key: value for key, value in os.environ.items() if key != CLUSTER_VARIABLE}

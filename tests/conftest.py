@@ -50,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Where Triton is installed, torch's compiler would start a pool of processes that outlives the test.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    # A test's first plan does not depend on the tests before it.
+    os.environ["HYTRAIN_PLAN_CACHE"] = ""
     config.pluginmanager.register(CpuSeconds())
     if not hasattr(config, "workerinput"):  # before there are several processes, which would all build them
         build_kernels()

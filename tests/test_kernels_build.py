@@ -60,7 +60,7 @@ def test_cache_is_keyed(
     elif change == "flags":
         monkeypatch.setattr(builder, "FLAGS", (*builder.FLAGS, "-g"))
     elif change == "cpu":
-        monkeypatch.setattr(builder, "_cpu", lambda: b"another")
+        monkeypatch.setattr(builder, "cpu", lambda: b"another")
     else:
         wrapper = tmp_path / "another-c++"
         [command] = find_compiler(environ)

@@ -22,8 +22,9 @@ from hytrain.planner.simulate import Timeline, simulate
 from protocol import messages as m
 from protocol.address import Address
 from protocol.placement import CPU, GPU, VISIT, Places
-from workers.effects import Command, Send
+from workers.effects import Command, Remember, Send
 from workers.planning.facts import facts, sizes_of
+from workers.planning.last import LastPlan
 from workers.planning.planning import Planning
 
 TRAINER, OPTIMIZER = Address("trainer", 0), Address("optimizer", 0)
@@ -57,7 +58,7 @@ class Machine:
 class Run:
     """Blocks of two layers, with all placements to choose from."""
 
-    def __init__(self, machine: Machine, seed: int) -> None:
+    def __init__(self, machine: Machine, seed: int, last: LastPlan | None = None) -> None:
         self.machine, self.random = machine, random.Random(seed)
         self.numel = machine.numel
         segment = m.Segment(name="w", numel=self.numel, dtype="bfloat16", grads_dtype="bfloat16", group=0)
@@ -87,7 +88,8 @@ class Run:
             **wishes,
         )
         self.facts = [asdict(facts(one, self.table, sizes_of(self.table))) for one in layers]
-        self.planning = Planning(self.table, 0, replan_every=4)
+        self.planning = Planning(self.table, 0, replan_every=4, last=last)
+        self.remembered: list[LastPlan] = []
         self.step = self.moved = self.due = self.ring = 0
         self.steps_s: list[float] = []
         self.plan: m.Plan | None = None
@@ -112,6 +114,10 @@ class Run:
         for command in commands:
             if isinstance(command, Send) and command.to == TRAINER and isinstance(command.message, m.Plan):
                 self.plan, self.due = command.message, self.step + 3
+            if isinstance(command, Remember):
+                assert command.table == self.table
+                given = {"shares": command.shares, "gpu_bytes": command.table.gpu_bytes}
+                self.remembered.append(LastPlan(places=command.places, **given))
 
     def _apply(self) -> None:
         plan, self.plan = self.plan, None

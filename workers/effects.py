@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from protocol import messages as m
 from protocol.address import Address
+from protocol.placement import Places
 
 
 class Send(NamedTuple):
@@ -63,10 +64,18 @@ class Keep(NamedTuple):
     wishes: Mapping[str, Any] | None
 
 
+class Remember(NamedTuple):
+    """The placements that the next run of this table begins with, and the shares of `workers.planning.last`."""
+
+    table: m.LayerTable
+    places: Places
+    shares: tuple[float, float]
+
+
 class Draw(NamedTuple):
     """Forget the timeline that was drawn before, and draw; or draw no more, and write trace.json."""
 
     begins: bool
 
 
-Command = Send | Answer | Write | Amend | Publish | Note | Abort | Keep | Draw
+Command = Send | Answer | Write | Amend | Publish | Note | Abort | Keep | Remember | Draw

@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from workers.exits import ENDINGS, FOR_PROGRAMS
 
-#: In the socket folder: `hytrain.config.ClusterConfig`, the run's name and folder, how many ranks share this machine,
-#: and the run's secret token. Only this user can read it.
+#: In the socket folder: `hytrain.config.ClusterConfig`, the run's name and folder, the folder of last plans, how many
+#: ranks share this machine, and the run's secret token. Only this user can read it.
 SETTINGS: Final = "settings.json"
 
 

@@ -138,7 +138,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 def _key(source: Path, compiler: tuple[str, ...], flags: tuple[str, ...]) -> str:
     version = _version(compiler, os.environ.get("PATH"))
-    parts = (source.read_bytes(), " ".join(compiler).encode(), version, " ".join(flags).encode(), _cpu())
+    parts = (source.read_bytes(), " ".join(compiler).encode(), version, " ".join(flags).encode(), cpu())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
@@ -156,7 +156,7 @@ def features() -> frozenset[str]:
 
 
 @cache
-def _cpu() -> bytes:
+def cpu() -> bytes:
     """The CPU's model and features, which -march=native depends on: different machines may share a home folder."""
     wanted = ("model name", "flags", "Features", "CPU part")
     lines = Path("/proc/cpuinfo").read_text().splitlines()

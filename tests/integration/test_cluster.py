@@ -21,11 +21,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import DEADLINE_S, adamw, train, wait_for
+from helpers import DEADLINE_S, adamw, train, train_until, wait_for
 from programs import CLUSTER, SCRIPTS, cluster, environment, go_on, read_until, roles_below, run, started, write_recipe
 from small_models import perceptron, square_loss
 from variants import slow
 
+import hytrain
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.errors import ConfigError
 from hytrain.memory.capacity import gpu_memory
@@ -338,6 +339,26 @@ def test_under_a_long_tmpdir_sockets_have_a_short_folder_of_their_own(
         assert folder.parent == Path(SHORT) and stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert str(folder) in [run.socket_dir for run in live_runs()]
     assert not folder.exists() and not list(long.glob("hytrain-*"))
+
+
+def test_the_next_run_begins_with_the_plan_in_which_this_one_rests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And takes it away, until it rests itself."""
+    monkeypatch.setenv("HYTRAIN_PLAN_CACHE", str(plans := tmp_path / "plans"))
+
+    def first_plan(opt: hytrain.AdamW) -> str:
+        log = (opt.run_dir / "logs" / "coordinator-0.log").read_text()
+        return [line for line in log.splitlines() if " plan 0 for step 0: " in line][-1]
+
+    model = perceptron()
+    with adamw(model, k="auto") as opt:
+        assert first_plan(opt).endswith("the first plan, before a step is measured")
+        train_until(lambda: list(plans.glob("*.json")), model, opt, 0, square_loss)
+    with adamw(model := perceptron(), k="auto") as opt:
+        assert first_plan(opt).endswith("the plan with which the last run like this one ended")
+        assert not list(plans.iterdir())
+        train(model, opt, range(2), square_loss)
 
 
 def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import psutil
 
+from hytrain.kernels.build import cpu
 from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter, clear, merge
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
@@ -35,9 +36,10 @@ from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading
 from protocol.quiet import rate_limited
 from workers.coordinate.coordinator_state import CoordinatorState
 from workers.coordinate.gauges import Gauges
+from workers.coordinate.last_plans import LastPlans
 from workers.coordinate.members import BEAT_S, HandshakeError
 from workers.coordinate.metrics_file import MetricsFile
-from workers.effects import Abort, Amend, Answer, Command, Draw, Keep, Note, Publish, Send, Write
+from workers.effects import Abort, Amend, Answer, Command, Draw, Keep, Note, Publish, Remember, Send, Write
 from workers.run_folder import metrics_file
 from workers.worker import begin_worker, say_ready
 
@@ -55,6 +57,8 @@ def main() -> int:
     """Run until the launcher is gone; return the process's exit status."""
     arguments = begin_worker(__doc__)
     kept = read_kept(Path(arguments.socket_dir)) if arguments.again else None
+    place = f"{arguments.cores} {arguments.threads} {os.cpu_count()}"  # of updates
+    last_plans = LastPlans(arguments.plans, b"\0".join((place.encode(), cpu())))
     state = CoordinatorState(
         run_name=arguments.run_name,
         run_dir=arguments.run_dir,
@@ -65,10 +69,11 @@ def main() -> int:
         hang_timeout_s=arguments.hang_timeout_s,
         kept=kept,
         traces=arguments.trace,
+        recall=last_plans.take,
     )
     with Network(arguments.socket_dir, token=arguments.token, address=COORDINATOR) as network:
         trace = TraceWriter(arguments.run_dir, COORDINATOR, EVERY_STEP if arguments.trace else NO_STEP)
-        coordinator = Coordinator(network, state, Path(arguments.run_dir), trace, life_fd=arguments.life_fd)
+        coordinator = Coordinator(network, state, Path(arguments.run_dir), trace, last_plans, life_fd=arguments.life_fd)
         say_ready(arguments.ready_fd, "coordinating")
         if arguments.again:
             coordinator.ask_all()
@@ -97,10 +102,12 @@ class Coordinator:
         state: CoordinatorState,
         folder: Path,
         trace: TraceWriter,
+        last_plans: LastPlans,
         *,
         life_fd: int,
     ) -> None:
         self._network, self._state, self._folder, self._trace = network, state, folder, trace
+        self._last_plans = last_plans
         self._metrics: dict[int, MetricsFile] = {}  # by rank
         self._failing = set[int]()  # the ranks whose records cannot be written
         self._write(0, lambda file: None)
@@ -267,6 +274,8 @@ class Coordinator:
                 self._abort(worker, pid)
             case Keep(rank, wishes):
                 self._keep(rank, wishes)
+            case Remember(table, places, shares):
+                self._last_plans.keep(table, places, shares)
             case Draw(begins=True):
                 self._state.no_timeline = ""
                 clear(self._folder)

@@ -16,7 +16,7 @@ from typing import Any, Final
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.placement import Places
-from workers.coordinate.fleet import Fleet, TrainerSeat
+from workers.coordinate.fleet import Fleet, Recall, TrainerSeat
 from workers.coordinate.members import Members
 from workers.coordinate.records import shown
 from workers.coordinate.tracing import Tracing
@@ -43,11 +43,15 @@ class CoordinatorState:
         hang_timeout_s: float = math.inf,
         kept: Mapping[int, Mapping[str, Any]] | None = None,
         traces: bool = False,
+        recall: Recall = lambda table: None,
     ) -> None:
-        """`kept`: for a coordinator that takes another's place, what that one has kept. `traces`: the whole run."""
+        """`kept`: for a coordinator that takes another's place, what that one has kept. `traces`: the whole run.
+
+        `recall`: the last plan of a table, with which its training begins.
+        """
         self._run_name, self._run_dir, self._pid, self._host = run_name, run_dir, pid, host
         self.members = Members(ranks=ranks, limit_s=hang_timeout_s)
-        self.fleet = Fleet(replan_every=replan_every)
+        self.fleet = Fleet(replan_every=replan_every, recall=recall)
         self._tracing = Tracing(is_on=traces)
         self.no_timeline = ""  # why the newest one could not be written
         self._ranks_here, self._elsewhere = ranks, tuple[m.RankStatus, ...]()

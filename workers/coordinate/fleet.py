@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from protocol import messages as m
 from protocol.address import Address
 from workers.coordinate.records import SHOWN_BYTES, Late, Line, Records, shown
 from workers.effects import Amend, Command, Keep, Note, Send, Write
+from workers.planning.last import LastPlan
 from workers.planning.measured import WARM_UP_STEPS
 from workers.planning.planning import Planning
+
+#: The last plan of such a table, if one is known.
+Recall = Callable[[m.LayerTable], LastPlan | None]
 
 #: A rank's mean time in all-gathers is that of so many steps.
 GATHER_STEPS: Final = 16
@@ -29,7 +33,7 @@ LATE_S: Final = 1.0
 class TrainerSeat:
     """One rank: the planning and the records of its trainer, and the Hello of the trainer that waits."""
 
-    def __init__(self, rank: int, *, replan_every: int) -> None:
+    def __init__(self, rank: int, *, replan_every: int, recall: Recall) -> None:
         self.trainer = Address("trainer", rank)
         self.planning: Planning | None = None
         self.records = Records()
@@ -37,7 +41,7 @@ class TrainerSeat:
         self.wishes: Mapping[str, Any] | None = None  # what it is to do by commands that were given to it
         self.saves: bool | None = None  # whether its loop saves checkpoints on command; None before its first step
         self.gauges: Mapping[str, float] = {}  # of its GPU and host, as last read
-        self._replan_every = replan_every
+        self._replan_every, self._recall = replan_every, recall
         self._before: Planning | None = None  # of the previous trainer
         self._calibration: m.Calibration | None = None
         self._farewells: set[str] = set()
@@ -47,7 +51,7 @@ class TrainerSeat:
         """Handle a message of this rank's trainer or optimizer. `now_s` is monotonic."""
         if isinstance(message, m.LayerTable):
             kept = [] if message.continues else self._keep(None)
-            planning = self._plan(message)
+            planning = self._plan(message, None if message.continues else self._recall(message))
             self._gathers_s.clear()
             self.saves = None
             if message.continues and self._before is not None:
@@ -65,10 +69,10 @@ class TrainerSeat:
             commands = [known for known in commands if not (isinstance(known, Send) and known.to == self.trainer)]
         return commands
 
-    def _plan(self, table: m.LayerTable) -> Planning:
+    def _plan(self, table: m.LayerTable, last: LastPlan | None = None) -> Planning:
         """The planning of a trainer that takes the seat, or begins anew with other layers."""
         self._farewells.clear()
-        self.planning = Planning(table, self.trainer.rank, replan_every=self._replan_every)
+        self.planning = Planning(table, self.trainer.rank, replan_every=self._replan_every, last=last)
         if self.wishes is not None:
             self.planning.wishes.take(self.wishes)
         return self.planning
@@ -180,13 +184,13 @@ class TrainerSeat:
 class Fleet:
     """The seats by rank. A seat is created by the first message of its rank."""
 
-    def __init__(self, *, replan_every: int) -> None:
-        self._replan_every = replan_every
+    def __init__(self, *, replan_every: int, recall: Recall) -> None:
+        self._replan_every, self._recall = replan_every, recall
         self._seats: dict[int, TrainerSeat] = {}
 
     def seat(self, rank: int) -> TrainerSeat:
         if rank not in self._seats:
-            self._seats[rank] = TrainerSeat(rank, replan_every=self._replan_every)
+            self._seats[rank] = TrainerSeat(rank, replan_every=self._replan_every, recall=self._recall)
         return self._seats[rank]
 
     @property

@@ -20,8 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from hytrain.config import Cluster, ClusterConfig, workers_environment
+from hytrain.config import Cluster, ClusterConfig, plan_cache, workers_environment
 from hytrain.errors import ConfigError
+from hytrain.kernels.build import cache_folder
 from hytrain.run import trace
 from hytrain.run.seats import FOLDER_PREFIX, temporary
 from protocol.address import COORDINATOR, Address
@@ -39,6 +40,16 @@ RECORDS_GRACE_S: Final = 15.0
 COORDINATORS: Final = 3
 #: How often the files of the socket folder are touched. Systems remove files that are older than some days.
 TOUCH_EVERY_S: Final = 3600.0
+
+
+def _last_plans() -> str:
+    """The folder of last plans; none without a cache."""
+    if (folder := plan_cache()) is not None:
+        return folder
+    try:
+        return str(cache_folder(os.environ) / "plans")
+    except ConfigError:
+        return ""
 
 
 class RunningCluster:
@@ -63,7 +74,7 @@ class RunningCluster:
         affinity.choose(self._config.cores, self._config.threads, ranks=self._ranks)  # impossible cores are bad input
         token = secrets.token_hex(16)
         names = {"run_name": self._run_name, "run_dir": str(self._run_dir), "ranks": self._ranks, "token": token}
-        write_settings(self.socket_dir, **{**self._config.model_dump(), **names})
+        write_settings(self.socket_dir, **{**self._config.model_dump(), **names, "plans": _last_plans()})
         ranks = range(self._ranks)
         coordinator, *optimizers = self._start_workers(COORDINATOR, *(Address("optimizer", rank) for rank in ranks))
         self._cluster = Cluster(

@@ -27,6 +27,7 @@ from workers.effects import Command, Note, Send
 from workers.planning.commands import LIMITS, Wishes
 from workers.planning.evictions import Evictions
 from workers.planning.facts import facts, sizes_of
+from workers.planning.last import Last, LastPlan
 from workers.planning.measured import Measured, Step
 from workers.planning.mode import Mode
 from workers.planning.room import Room
@@ -44,8 +45,9 @@ CPU_RATES: Final = Rates(d2h_s=4 / 5e9, h2d_s=4 / 5e9, cpu_update_s=1 / 5e8, gpu
 class Planning:
     """One trainer's layers: their placements, the measurements, and what the user wants."""
 
-    def __init__(self, table: m.LayerTable, rank: int, *, replan_every: int) -> None:
-        self.table = table
+    def __init__(self, table: m.LayerTable, rank: int, *, replan_every: int, last: LastPlan | None = None) -> None:
+        """`last`: the plan with which the last run of this table ended, if that is known."""
+        self.table, self._last = table, Last(table, last)
         self._trainer, self._optimizer = Address("trainer", rank), Address("optimizer", rank)
         self._replan_every = replan_every
         self.positions = [layer.position for layer in table.layers]
@@ -105,6 +107,9 @@ class Planning:
         self._uncalibrated.discard(sender)
         if self._uncalibrated or self._ledger.next_id:
             return []
+        if (last := self._last.begins_with(self.wishes, self.room)) is not None:
+            self._planned_at = 0  # so first some steps are measured
+            return self._propose(last.decision, 0, last.places)
         try:
             limits, (visit, offload) = self.room.limits, self.wishes.shares
             if visit is None:  # which takes no host memory for gradients
@@ -146,7 +151,9 @@ class Planning:
         self._book.activation_bytes = report.activation_bytes  # which take their time on the link
         is_moving = report.moving or self._ledger.busy
         self.room.heed(report, is_warm=self.measured.is_warm(report.step), is_moving=is_moving)
-        return [] if is_late else self._replan()
+        rests = not self._ledger.busy and self._rest is None
+        kept = self._last.keeps(self._step, self.wishes, self.places, self._shares) if rests else []
+        return kept if is_late else kept + self._replan()
 
     def _begin_updates(self, *, in_step: bool) -> None:
         """They begin in `step()` from now on, or in backward: plan for that."""
@@ -238,9 +245,10 @@ class Planning:
             hold_bytes=self.table.hold_bytes,
         )
 
-    def _propose(self, wanted: Decision, step: int) -> list[Command]:
+    def _propose(self, wanted: Decision, step: int, whole: Places | None = None) -> list[Command]:
+        """Plan what is wanted: `whole`, or the placements that follow from it."""
         reason, predicted_s, shares = wanted.reason, wanted.predicted_step_s, (wanted.visit, wanted.offload)
-        now, whole = self.places, self._placed(wanted.gpu_lids, *shares, step)
+        now, whole = self.places, whole or self._placed(wanted.gpu_lids, *shares, step)
         has_room = partial(self.room.is_enough_for, now)
         places = whole if self.plan is None else first_part(self._facts, now, whole, has_room)
         self._rest = None
@@ -295,6 +303,7 @@ class Planning:
         as_planned = self.plan is not None and applied.places == self.plan.places  # it had room
         self._shares = self._planned if as_planned else self._shares_of(applied.places)
         self._rest = self._rest if as_planned else None
+        self._last.changed(applied.step)
         self.moved += applied.moved
         if self.plan is not None and self.plan.plan_id == applied.plan_id:
             self._came = self.plan.reason
@@ -322,6 +331,7 @@ class Planning:
         """The trainer has moved a layer alone. What was to move beside it may have no room."""
         self._ledger.on_evicted(evicted.lid)
         self._shares, self._rest, self._planned_at = self._shares_of(self.places), None, None
+        self._last.changed(evicted.step)
         self.measured.moved(evicted.step)
         self.room.evicted()
         self.reason = self._evicted.add(evicted)
