@@ -264,7 +264,9 @@ def test_it_lists_runs_and_deletes_ended_ones(
     assert len(run_folder.find(runs)) == 4
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda question: "")
-    assert shown("--prune")[-1] == "nothing was deleted" and len(run_folder.find(runs)) == 4
+    asked = shown("--prune")
+    assert "these runs would be deleted, with their checkpoints:" in asked and asked[-1] == "nothing was deleted"
+    assert len(run_folder.find(runs)) == 4
     assert str(runs / "oldest") in shown("--prune", "--keep", "3")[-1]
     assert {run.folder.name for run in run_folder.find(runs)} == {"going-on", "newest", "middle"}
     monkeypatch.setattr("builtins.input", lambda question: "y")

@@ -211,6 +211,18 @@ def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
     assert f'data-charts="{len(charts)}"' in seen and seen.count("<canvas") == len(charts) >= 7
 
 
+def test_a_browser_runs_only_the_page_s_own_script(tmp_path: Path) -> None:
+    """Whatever got into a page, its policy keeps it from running and from being loaded."""
+    file = tmp_path / "report.html"
+    text = page([read(run(tmp_path / "one", [record(step) for step in range(1, 20)]))], NOW)
+    strange = "<script>document.body.dataset.strange = 1</script><img src='data:,' onerror='document.title = 1'>"
+    file.write_text(text.replace("<noscript>", f"{strange}<noscript>"))
+    with pytest.raises(AssertionError, match="violates the following Content Security Policy"):
+        in_a_browser(file.as_uri(), tmp_path / "profile")
+    file.write_text(text)
+    assert "<canvas" in in_a_browser(file.as_uri(), tmp_path / "profile")
+
+
 def test_the_page_of_records_has_every_metric() -> None:
     text = (ROOT / "docs" / "cluster.md").read_text().partition("\n## Records\n")[2]
     found = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \|$", text, re.M)

@@ -30,7 +30,7 @@ from hytrain.run import trace
 from protocol import messages as m
 from protocol.metrics import METRICS
 from protocol.placement import Places
-from workers.watch import monitor, web
+from workers.watch import monitor, report, web
 from workers.watch.troubles import Snapshot, Usage
 from workers.watch.web import Feed, application, exposition
 
@@ -278,6 +278,7 @@ def test_no_cache_keeps_what_is_told_and_no_other_site_hears_the_address(path: s
     for token in (TOKEN, "another"):
         told = client(followed(at(1)), folder, token).get(path).headers
         assert (told["cache-control"], told["referrer-policy"]) == ("no-store", "no-referrer")
+        assert told["content-security-policy"] == "frame-ancestors 'none'"
 
 
 def test_of_large_records_a_page_gets_the_newest(tmp_path: Path) -> None:
@@ -345,13 +346,19 @@ def test_only_so_many_are_served_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_token_is_read_from_its_file(tmp_path: Path) -> None:
-    (file := tmp_path / "token").write_text("  a token\n")
-    assert monitor._web_token(str(file)) == "a token"
+    """If it cannot be guessed, and other users cannot read it."""
+    (file := tmp_path / "token").write_text("  sixteen letters.\n")
+    file.chmod(0o600)
+    assert monitor._web_token(str(file)) == "sixteen letters."
     assert len({monitor._web_token(None) for _ in range(3)}) == 3
-    file.write_text("\n")
-    for path, words in ((file, "is empty"), (tmp_path / "none", "cannot be read")):
+    file.write_text("fifteen letters\n")
+    for path, words in ((file, "has 15 letters, which can be guessed"), (tmp_path / "none", "cannot be read")):
         with pytest.raises(ConfigError, match=words):
             monitor._web_token(str(path))
+    for mode in (0o640, 0o604):
+        file.chmod(mode)
+        with pytest.raises(ConfigError, match="other users can read the token in .*: chmod 600"):
+            monitor._web_token(str(file))
 
 
 def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
@@ -362,15 +369,16 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
 
 
 class Waiting(Feed):
-    """Follows once a page listens."""
+    """Follows once a page listens, and can tell when it has asked again."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__("demo", folder, look)
         self.listens = threading.Event()
 
     def news(self, after: int) -> tuple[int, dict[str, Any]]:
+        told = super().news(after)
         self.listens.set()
-        return super().news(after)
+        return told
 
 
 def test_a_browser_follows_the_run(tmp_path: Path) -> None:
@@ -399,3 +407,27 @@ def test_a_browser_follows_the_run(tmp_path: Path) -> None:
     assert seen.count('<figure class="gantt">') == 1 and "Timeline of one: steps 41 to 42" in seen
     plans = re.findall(r'<td>(\d+)</td>(?:<td>[^<]*</td>){6}<td class="words">&lt;plan&gt; of', seen)
     assert plans == ["4", "9", "4", "9"]
+
+
+def test_charts_follow_a_run_with_several_records_in_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are shorter than the time between events. The x axis ends with the last step."""
+    feed = Waiting(run(tmp_path / "one", [record(step) for step in range(1, 9)]))
+    (probe := tmp_path / "probe.js").write_text(
+        "setInterval(() => (document.body.dataset.until = hytrain.charts[0].plot.scales.x.max), 50);"
+    )
+    monkeypatch.setattr(report, "SCRIPTS", (*report.SCRIPTS, str(probe)))
+
+    def statuses() -> Iterator[m.Status]:
+        for first in range(9, 41, 8):
+            feed.listens.clear()
+            feed.listens.wait(60)
+            yield from (at(step) for step in range(first, first + 8))
+
+    follower = threading.Thread(target=feed.follow, args=(statuses(),))
+    follower.start()
+    try:
+        with serving(application([feed], TOKEN)) as (_, (host, port)):
+            seen = in_a_browser(f"http://{host}:{port}/?token={TOKEN}", tmp_path / "profile")
+    finally:
+        follower.join()
+    assert 'data-until="40"' in seen

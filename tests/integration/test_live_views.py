@@ -46,11 +46,12 @@ def test_runs_are_served_and_interrupting_the_page_leaves_them_alone(tmp_path: P
     with adamw(model, k=0.5) as opt, adamw(another, k=0.5) as other:
         train(model, opt, range(8), square_loss)
         train(another, other, range(8), square_loss)
-        (token := tmp_path / "token").write_text("a b\n")
+        (token := tmp_path / "token").write_text("a token of 18 letters\n")
+        token.chmod(0o600)
         runs = opt.run_dir, other.run_dir, opt.run_dir
         with started(sys.executable, MONITOR, *runs, "--web", "0", "--web-token-file", token) as page:
             address = read_until(page, "http://").strip()
-            assert address.endswith("/?token=a+b")
+            assert address.endswith("/?token=a+token+of+18+letters")
             assert f"<h1>{opt.run_dir.name}, {other.run_dir.name}</h1>" in read(address)
             train(model, opt, range(8, 16), square_loss)
             with urllib.request.urlopen(address.replace("/?", "/events?"), timeout=DEADLINE_S) as events:

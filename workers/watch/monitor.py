@@ -11,7 +11,9 @@ import argparse
 import json
 import os
 import secrets
+import shlex
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -37,6 +39,8 @@ from workers.watch.troubles import Snapshot
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
+#: A token of fewer letters can be guessed.
+TOKEN_LETTERS: Final = 16
 #: The settings that a command can change: name, value, effect.
 SETTINGS: Final = (
     ("k", "K", 'fraction of the parameters that the GPU owns, or "auto"'),
@@ -193,11 +197,17 @@ def _web_token(file: str | None) -> str:
     if file is None:
         return secrets.token_urlsafe(16)
     try:
-        token = Path(file).read_text().strip()
+        with open(file) as opened:
+            mode, token = os.fstat(opened.fileno()).st_mode, opened.read().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the token in {file} cannot be read: {error}") from None
-    if not token:
-        raise ConfigError(f"{file} is empty: write a token into it, as many random letters as a password has")
+    if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ConfigError(f"other users can read the token in {file}: chmod 600 {shlex.quote(file)}")
+    if len(token) < TOKEN_LETTERS:
+        raise ConfigError(
+            f"the token in {file} has {len(token)} letters, which can be guessed; it needs {TOKEN_LETTERS}: "
+            f"openssl rand -hex 16 > {shlex.quote(file)}"
+        )
     return token
 
 
@@ -214,7 +224,8 @@ def _prune(where: str | None, keep: int | None) -> int:
     if not doomed:
         print("there is nothing to delete")
         return 0
-    print("these runs are deleted, with their checkpoints:")
+    verb = "would be" if keep is None else "are"
+    print(f"these runs {verb} deleted, with their checkpoints:")
     for line in _listing(doomed, time.time()):
         print(f"  {line}")
     if keep is None:

@@ -10,6 +10,8 @@ The page needs nothing else: it can be mailed, or kept. Where there are no recor
 from __future__ import annotations
 
 import argparse
+import base64
+import hashlib
 import json
 import math
 import sys
@@ -32,6 +34,8 @@ from workers.watch.timeline import Timeline
 
 PAGES: Final = Path(__file__).with_name("pages")
 SCRIPTS: Final = ("uplot/uPlot.iife.min.js", "charts.js")
+#: A page loads nothing, and runs only its own script: whatever a run's records hold, they cannot run any.
+POLICY: Final = "default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
 #: At most so many plans are listed; the newest ones.
 MOST_PLANS: Final = 200
 
@@ -128,15 +132,23 @@ def page(stories: Sequence[Story | None], now: datetime, *, live: Sequence[Live]
         parts.append("" if story is None else _ranks(name, story))
         parts.append(f'<div class="timeline">{timelines(name, {} if story is None else story.timelines)}</div>')
         parts.append("" if story is None else _details(name, story))
+    style = (PAGES / "uplot" / "uPlot.min.css").read_text() + (PAGES / "page.css").read_text()
+    script = "".join((PAGES / one).read_text() for one in (*SCRIPTS, *(["live.js"] if is_live else [])))
     return Template((PAGES / "report.html").read_text()).substitute(
         title=escape(title),
+        policy=f"{POLICY}; script-src {_hash(script)}; style-src {_hash(style)}",
         kind=f"{kind} {now:%Y-%m-%d %H:%M} UTC",
-        style=(PAGES / "uplot" / "uPlot.min.css").read_text() + (PAGES / "page.css").read_text(),
+        style=style,
         licence=escape((PAGES / "uplot" / "LICENSE").read_text().replace("--", "- -")),
         body="\n".join(part for part in parts if part),
         data=json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        script="".join((PAGES / one).read_text() for one in (*SCRIPTS, *(["live.js"] if is_live else []))),
+        script=script,
     )
+
+
+def _hash(text: str) -> str:
+    """How a page's policy names the one script, or the one style, that a browser may use."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

@@ -56,7 +56,12 @@ PATIENCE_S: Final = 10.0
 #: So many connections are served at a time.
 CONNECTIONS: Final = 64
 #: No other site hears the address, which has the token, and no cache keeps what it shows. A connection has one request.
-HEADERS: Final = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "Connection": "close"}
+HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",  # beside the page's own, which can't say that
+    "Referrer-Policy": "no-referrer",
+    "Connection": "close",
+}
 EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -98,17 +98,23 @@ const hytrain = (() => {
     line.values.push(value);
   }
 
-  // A live run's next record.
+  // A live run's next record; `show` draws it.
   function add(record, run) {
     for (const chart of charts) {
-      let grows = false;
       for (const line of chart.lines) {
         const value = record[line.metric];
         if (line.run !== run || typeof value !== "number") continue;
         extend(line, record.step, value * chart.factor);
-        grows = true;
+        chart.grows = true;
       }
-      if (!grows || !chart.lines.some(says)) continue;
+    }
+  }
+
+  // Draws what was added, once for all of it: uPlot's scales follow its data only after this script is done.
+  function show() {
+    for (const chart of charts) {
+      if (!chart.grows || !chart.lines.some(says)) continue;
+      chart.grows = false;
       if (!chart.figure) {
         begin(chart);
         continue;
@@ -125,5 +131,5 @@ const hytrain = (() => {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     charts.filter((chart) => chart.figure).forEach(draw);
   });
-  return { add };
+  return { charts, add, show };
 })();

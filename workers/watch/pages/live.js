@@ -63,6 +63,7 @@
   events.onmessage = (event) => {
     const { runs, ended } = JSON.parse(event.data);
     runs.forEach((news, run) => shows[run](news));
+    hytrain.show();
     if (ended) events.close();
   };
   events.onerror = () => shows.forEach((show) => show({ records: [], state: "this monitor does not answer: was it ended?" }));
