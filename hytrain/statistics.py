@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Statistics:
-    """The last finished step.
+    """The last finished step. Before the first one, `k` and the layers are those of the first plan.
 
     Attributes:
         step: Its number, counted from 1.

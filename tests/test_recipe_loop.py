@@ -40,7 +40,6 @@ from hytrain.recipe.journal import Divergence, History, Readout
 from hytrain.recipe.model import decay_groups
 from hytrain.recipe.optimizer import Process, factors
 from hytrain.recipe.parallel import Job
-from hytrain.recipe.progress import Progress, Speed
 from hytrain.recipe.task import assemble
 from hytrain.recipe.validation import Validation, evaluate
 from hytrain.run.saved import latest
@@ -613,19 +612,6 @@ def test_a_run_that_is_told_to_end_ends_with_a_checkpoint(runs: Runs, monkeypatc
     diverging = ("train.lr=1e30", "train.on_divergence=continue")
     assert train(*diverging, within="scale", at=3).endswith("of this step: its weights are not finite")
     assert train(within="scale", at=10) == f"trained, told by {signal.SIGTERM}"
-
-
-def test_progress_is_a_bar_or_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    speed = Speed(tokens_per_s=12345.6, tflops=1.25, mfu=0.31, k=0.4, stall_s=0.0021)
-    for terminal in (True, False):
-        with Progress(0, 40, terminal) as progress:
-            for step in range(1, 41):
-                progress.show(step, 1.5, speed)
-            progress.say("a line")
-        shown = capsys.readouterr().err
-        assert all(part in shown for part in ("a line", "12,346 tok/s", "1.25 TFLOP/s", "MFU 31%", "k 0.40", "2.1 ms"))
-        assert ("step 40/40: loss 1.5000" in shown) is not terminal
-        assert shown.count("loss 1.5") == 20 or terminal
 
 
 def test_training_goes_on_with_dropout_after_an_evaluation() -> None:

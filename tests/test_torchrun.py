@@ -106,6 +106,24 @@ def wait_for_empty(target: Output) -> None:
         assert target._changed.wait_for(lambda: not target._held, 60)
 
 
+def test_logs_have_no_progress_bars(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A log keeps what a terminal shows in the end, wherever the output is cut into pieces."""
+    said = "begins\r\n\r 1%|\r 2%|\r    \rstep 2: saved\n\r 3%|\r100%|\nAge? "
+    for size in (1, 2, 5, len(said)):
+        tee, log = Tee(), tmp_path / f"{size}.log"
+        _, stderr = tee.add_pipes(log)
+        for at in range(0, len(said), size):
+            os.write(stderr, said[at : at + size].encode())
+            assert tee.pass_on(select.select([*tee.pipes], [], [])[0])
+        assert log.read_text() == "begins\nstep 2: saved\n100%|\nAge? ", "also before the end"
+        os.write(stderr, b"\r50%\r")
+        tee.drain()
+        tee.close()
+        drain()
+        os.close(stderr)
+        assert log.read_text().endswith("Age? 50%") and capfd.readouterr().err == said + "\r50%\r"
+
+
 def test_lines_of_ranks_are_shown_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`print` writes a line and its end apart, since the output of trainers is not buffered."""
     tee = Tee()

@@ -24,7 +24,7 @@ from hytrain.recipe.ending import Ended, Ending
 from hytrain.recipe.journal import History, Journal
 from hytrain.recipe.optimizer import Factory, factors, hytrain_optimizer, scheduler
 from hytrain.recipe.parallel import Job
-from hytrain.recipe.progress import Progress
+from hytrain.recipe.progress import Progress, first_plan, say
 from hytrain.recipe.report import Summary
 from hytrain.recipe.task import Task, assemble
 from hytrain.recipe.validation import Validation, evaluate
@@ -64,16 +64,21 @@ def train(
     training diverges with `train.on_divergence: stop`, and Ended if `ending` has heard of a signal.
     """
     ending = ending or Ending()
-    resumed = Job(Ranks.of_job()).decided(lambda: checkpoint.find(run_dir, recipe))
-    task = assemble(recipe, resumed, deferred=optimizer_factory is None)
+    first = Job(Ranks.of_job())
+    tell = say if first.speaks else _nothing
+    resumed = first.decided(lambda: checkpoint.find(run_dir, recipe))
+    task = assemble(recipe, resumed, tell, deferred=optimizer_factory is None)
     factors(task.recipe.train)  # refuses options that do not fit
     job = task.job
     job.decided(lambda: check_trackers(recipe.run.log_to, "run.log_to"))
+    tell("placing the optimizer's state; at first use, a kernel is compiled")
     opt = (optimizer_factory or hytrain_optimizer)(task.model, recipe)
+    tell(first_plan(opt.statistics()))
     start = checkpoint.restore(resumed, opt, task.job) if resumed else 0
     end = recipe.train.stop_at or task.recipe.train.length
     if start >= end:
         raise ConfigError(f"The checkpoint {resumed} is at step {start} and the run ends at {end}; add train.steps.")
+    tell(f"training from step {start + 1} to {end}" + (f", resumed from {resumed}" if resumed else ""))
     job.decided(lambda: checkpoint.begin(run_dir, resumed))
     mark(joined_cluster(), BEGUN)
     bar = sys.stderr.isatty() if terminal is None else terminal
@@ -106,6 +111,10 @@ def train(
         processes=tuple(processes),
         sample=report.continue_text(task, recipe.sample) if recipe.sample and saved is not None else None,
     )
+
+
+def _nothing(line: str) -> None:
+    """What other ranks than the first one say."""
 
 
 def run_steps(

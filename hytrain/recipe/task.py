@@ -10,6 +10,7 @@ The loop calls `assemble` once. Its errors are ConfigErrors, raised before any p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,10 @@ class Task:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.model.autocast)
 
 
-def assemble(recipe: Recipe, checkpoint: Path | None, *, deferred: bool = False) -> Task:
-    """Builds every part. A checkpoint's model and tokenizer replace the recipe's.
+def assemble(
+    recipe: Recipe, checkpoint: Path | None, tell: Callable[[str], None] = lambda line: None, *, deferred: bool = False
+) -> Task:
+    """Builds every part, and tells what it begins. A checkpoint's model and tokenizer replace the recipe's.
 
     With `deferred`, the model gets its values from `hytrain.AdamW`, unless something else needs them before.
 
@@ -88,6 +91,7 @@ def assemble(recipe: Recipe, checkpoint: Path | None, *, deferred: bool = False)
             vocab_size, data = hf.get_text_config().vocab_size, recipe.data
             corpus = Corpus(None, RandomBatches(vocab_size, recipe.run.seed, data.batch_size, data.sequence_length))
         else:
+            tell(f"reading {', '.join(map(str, recipe.data.paths))}")
             corpus = (_read_text if recipe.data.kind == "text" else _read_examples)(recipe, checkpoint)
             assert corpus.tokenizer is not None
             hf = models.configuration(source, corpus.tokenizer.vocab_size, length)
@@ -95,6 +99,7 @@ def assemble(recipe: Recipe, checkpoint: Path | None, *, deferred: bool = False)
             assert corpus.training.rows is not None, "refused with the recipe"
             steps = steps_of(recipe.train.epochs, corpus.training.rows, recipe.data.batch_size)
             recipe = config.in_steps(recipe, steps)
+        tell("building the model")
         if job.mesh is not None:
             model = models.build_sharded(source, hf, device, job.mesh, length)
             torch.manual_seed(job.seed(recipe.run.seed))

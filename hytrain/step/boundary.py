@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from hytrain.memory.capacity import Room
 from hytrain.run.ownership import PlanBook
@@ -78,12 +78,9 @@ class Boundary:
             step=number,
             step_s=now_s - self._stepped_s,
             stall_s=self._meter.stall_s,
-            k=places.gpu_fraction(self._numels),
-            gpu_layers=tuple(sorted(places.gpu)),
-            visiting_layers=tuple(sorted(places.visiting)),
-            offloaded_layers=tuple(sorted(places.offloaded)),
             moved=self.statistics.moved,
             moving=self._handover.has_worked(),
+            **self._where(places),
         )
         self._stepped_s = now_s
         self._link.post(
@@ -118,6 +115,15 @@ class Boundary:
         self._trace(step + 1, has_drawn)
         return room
 
+    def _where(self, places: Places) -> dict[str, Any]:
+        """What statistics say of placements."""
+        return {
+            "k": places.gpu_fraction(self._numels),
+            "gpu_layers": tuple(sorted(places.gpu)),
+            "visiting_layers": tuple(sorted(places.visiting)),
+            "offloaded_layers": tuple(sorted(places.offloaded)),
+        }
+
     def _trace(self, step: int, has_drawn: bool) -> None:
         """Begin the timeline that is asked for, with `step`. Say when all of it is drawn, or it was ended."""
         steps, self.to_trace = self.to_trace, None
@@ -132,6 +138,7 @@ class Boundary:
         began_s = time.monotonic()
         self._handover.start(plan)
         self._plans.settle()
+        self.statistics = Statistics(**self._where(self._planned))
         self._applied(plan, step=0, moved=0, handover_s=time.monotonic() - began_s)
 
     def on_plan(self, plan: Plan) -> None:

@@ -182,6 +182,8 @@ def test_one_run_after_another_in_one_folder(
             def __init__(self, config: ClusterConfig, **others: object) -> None:
                 super().__init__(self)
 
+            def say_where(self) -> None: ...
+
             def supervise(self, *command: object, **how: object) -> int:
                 if steps:
                     with (folder / "metrics.jsonl").open("a") as metrics:
@@ -415,3 +417,20 @@ def test_the_programs_own_end_is_passed_on(ending: str, status: int, tmp_path: P
     assert "complaint" in ran.stderr and "complaint" not in ran.stdout
     assert "trainer-0 (process" in ran.stderr and f"exit status {status}" in ran.stderr
     assert ("ZeroDivisionError" in ran.stdout + ran.stderr) is (status == 1)
+
+
+def test_the_first_words_say_what_is_being_done_and_where_to_watch(tmp_path: Path) -> None:
+    """Also from which checkpoint a run goes on."""
+    recipe = write_recipe(tmp_path, run={"dir": str(tmp_path), "name": "run"}, train={"steps": 3, "warmup_steps": 1})
+    first = cluster(recipe, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    said = first.stderr.splitlines()
+    assert re.fullmatch(r"hytrain-cluster: starting its processes; watch them with: \S*hytrain-monitor run", said[0])
+    words = ["importing torch", "reading ", "building the model", "placing the optimizer's state", "first plan: k=0.6"]
+    words.append("training from step 1 to 3")
+    assert [line[: len(word)] for line, word in zip(said[1:], (f"hytrain: {word}" for word in words))] == [
+        f"hytrain: {word}" for word in words
+    ]
+    again = cluster(recipe, "--set", "train.resume=latest", "--set", "train.steps=4", cwd=tmp_path)
+    saved = tmp_path / "run" / "checkpoints" / "step-3"
+    assert f"hytrain: training from step 4 to 4, resumed from {saved}\n" in again.stderr

@@ -181,8 +181,8 @@ def test_the_launcher_says_so_and_a_monitor_follows(tmp_path: Path) -> None:
     with ExitStack() as stack:
         launcher = stack.enter_context(started(*command, stderr=subprocess.PIPE))
         read_until(launcher, "step")
+        assert launcher.stderr is not None and "starting" in launcher.stderr.readline()
         monitor = stack.enter_context(started(sys.executable, MONITOR, "--follow"))
-        assert launcher.stderr is not None
         dead = []
         for _ in range(COORDINATORS + 1):  # as many as one likes, with steps between
             read_until(monitor, "step")

@@ -80,6 +80,10 @@ def write_recipe(folder: Path, *, steps: int, random_placements: bool) -> Path:
     return path
 
 
+#: What each run says while it starts.
+FIRST_WORDS = re.compile(r"hytrain(-cluster: starting|: (importing|reading|building|placing|first plan|training from))")
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a run ended: the launcher's status, and the output of this start."""
@@ -89,6 +93,7 @@ class Ended:
 
     def __str__(self) -> str:
         said = [line for line in self.output.splitlines() if line.startswith(("hytrain: ", "hytrain-cluster: "))]
+        said = [line for line in said if not FIRST_WORDS.match(line)]
         return f"status {self.status}{': ' + said[0].partition('; its log')[0][:90] if said else ''}"
 
 

@@ -135,7 +135,9 @@ def _run_program(command: Sequence[str], name: str, arguments: argparse.Namespac
     if config.run_dir is not None:
         own = _claim(Path(config.run_dir).resolve(), job)
         config = config.model_copy(update={"run_dir": str(own)})
-    with Supervisor(config, default_name=name, ranks=job.ranks if job else 1) as supervisor:
+    supervisor = Supervisor(config, default_name=name, ranks=job.ranks if job else 1)
+    supervisor.say_where()
+    with supervisor:
         return supervisor.supervise([sys.executable, *command], job, end_s=end_s, restarts=restarts)
 
 
@@ -186,7 +188,9 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
 
     def supervise(resolved: Path) -> int:
         """Run the recipe's processes, in the run's folder. The recipe is written to `resolved`."""
-        with Supervisor(config, default_name=recipe.run.name, ranks=job.ranks if job else 1) as supervisor:
+        supervisor = Supervisor(config, default_name=recipe.run.name, ranks=job.ranks if job else 1)
+        supervisor.say_where()
+        with supervisor:
             resolved.write_text(recipes.dump(recipe))
             command = [sys.executable, "-P", "-m", "workers.train.trainer", str(resolved), "--run-dir", str(folder)]
             if sys.stderr.isatty():

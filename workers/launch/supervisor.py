@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import select
+import shlex
+import shutil
 import signal
 import sys
 import time
@@ -65,6 +67,14 @@ class Supervisor:
         self._recipe_in: Path | None = None
         self._progress = run_folder.NOTHING
         self._oom_kills = 0
+
+    def say_where(self) -> None:
+        """The first words: where the run's records and logs are, and how to watch it. Its processes take a while."""
+        monitor, here = "hytrain-monitor", Path.cwd()
+        if shutil.which(monitor) is None and (beside := Path(sys.argv[0]).with_name(monitor)).exists():
+            monitor = str(beside)  # this is a checkout
+        folder = str(self.run_dir.relative_to(here) if self.run_dir.is_relative_to(here) else self.run_dir)
+        say(f"hytrain-cluster: starting its processes; watch them with: {monitor} {shlex.quote(folder)}")
 
     def __enter__(self) -> Self:
         """Start coordinator and optimizers. If one does not become ready, stops all and raises `ClusterError`."""

@@ -1,7 +1,7 @@
 """Copies the output of trainers to the launcher's own and to their logs.
 
 trainer ─ pipe ──▶ Tee ─▶ terminal, of ranks in whole lines
-rank r ── fifo ──▶     └▶ logs/trainer-r.log
+rank r ── fifo ──▶     └▶ logs/trainer-r.log, without what was written over: progress bars
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import select
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
@@ -32,6 +33,17 @@ class Pipe:
     in_lines: bool
     #: The beginning of a line.
     rest: bytes = b""
+    #: What follows a carriage return, as long as it may be written over: a log has no progress bars.
+    passing: bytes = b""
+
+    def keep(self, chunk: bytes, *, all_of_it: bool = False) -> None:
+        """Write to the log what a terminal would go on showing."""
+        *whole, last = (self.passing + chunk).split(b"\n")
+        waits = b"\r" in last and not all_of_it
+        self.passing = b"\r" + _visible(last) + b"\r" * last.endswith(b"\r") if waits else b""
+        ready = b"".join(_visible(line) + b"\n" for line in whole) + (b"" if waits else _visible(last))
+        if ready:
+            self.log.write(ready)
 
     def show(self, chunk: bytes, *, all_of_it: bool = False) -> None:
         """Write to the terminal what is ready for it."""
@@ -80,7 +92,7 @@ class Tee:
         chunk = os.read(descriptor, READ_BYTES)
         pipe = self.pipes[descriptor]
         try:
-            pipe.log.write(chunk)
+            pipe.keep(chunk, all_of_it=not chunk)
         except OSError as error:
             if pipe.log.name not in self._unwritable:
                 self._unwritable.add(pipe.log.name)
@@ -98,12 +110,19 @@ class Tee:
                 break
         for pipe in self.pipes.values():
             pipe.show(b"", all_of_it=True)
+            with suppress(OSError):
+                pipe.keep(b"", all_of_it=True)
 
     def close(self) -> None:
         for pipe in self.pipes:
             os.close(pipe)
         for log in self._logs:
             log.close()
+
+
+def _visible(line: bytes) -> bytes:
+    """What a terminal shows of a line in the end."""
+    return next((part for part in reversed(line.split(b"\r")) if part.strip()), b"") if b"\r" in line else line
 
 
 def rank_pipes(socket_dir: str, rank: int) -> tuple[str, str]:

@@ -53,6 +53,8 @@ def main() -> int:
     try:
         again = arguments.again or _was_here(launch)
         recipe = config.load(arguments.recipe, ["train.resume=auto"] if again else [])
+        if launch is None or launch.rank == 0:
+            print("hytrain: importing torch and Transformers", file=sys.stderr, flush=True)
         with importing(), needed("a recipe", "hytrain[recipe]"):
             from hytrain.recipe.loop import train
 
