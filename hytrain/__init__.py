@@ -37,10 +37,17 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        from hytrain.extras import importing
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
 
-        with importing():
-            return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'hytrain' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            from hytrain.extras import importing
+
+            with importing():
+                return getattr(importlib.import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'hytrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What completion offers: the public names."""
+    return sorted(__all__)

@@ -22,7 +22,7 @@ from hytrain import algorithms
 from hytrain.checks import groups_for_torch, muon_groups
 from hytrain.errors import ConfigError
 from hytrain.optimizer import Optimizer
-from hytrain.options import SharedOptions, TorchsOptions
+from hytrain.options import SharedOptions, TorchsOptions, described
 
 __all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon", "Optimizer"]
 
@@ -218,3 +218,7 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_defaults_of": self._defaults_of}
+
+
+for _each in (Adam, AdamW, SGD, Lion, Muon):  # not on pages, which have a table of them
+    _each.__doc__ = f"{(_each.__doc__ or '').rstrip()}\n\nOptions:\n{described()}\n"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +26,7 @@ from hytrain.model.layers import clean
 from hytrain.model.parts import Parts
 from hytrain.model.watched import unwatched
 from hytrain.options import TABLE
+from hytrain.readable import nearest
 from hytrain.run.ranks import Ranks
 from hytrain.started import StartedOptimizer
 from hytrain.statistics import Statistics
@@ -74,7 +76,9 @@ class Optimizer(StartedOptimizer):
         **options: Any,
     ) -> None:
         if unknown := options.keys() - {*TABLE, *self.algorithm.not_offered, *self.algorithm.implementations}:
-            raise TypeError(f"hytrain.{self.algorithm.name} has no option {min(unknown)!r}")
+            wrong, known = min(unknown), [*inspect.signature(type(self)).parameters, *TABLE]
+            meant = f"; did you mean {close!r}?" if (close := nearest(wrong, known)) else ""
+            raise TypeError(f"hytrain.{self.algorithm.name} has no option {wrong!r}{meant}")
         model = _model_in(params)
         if model is None and param_groups is not None:
             raise ConfigError("param_groups are of a model, hytrain.AdamW(model, param_groups=…): give them alone")
@@ -371,6 +375,17 @@ class Optimizer(StartedOptimizer):
     def run_dir(self) -> Path:
         """The run's folder, with metrics and logs."""
         return self._session.run_dir
+
+    def __repr__(self) -> str:
+        """As torch's, below a line about the run."""
+        last = self.statistics()
+        if not self._close.alive:
+            state = "closed"
+        elif self._started is None:
+            state = "waits for its model to be called"
+        else:
+            state = f"step {last.step}, k={last.k:.3f}, run in {self.run_dir}"
+        return f"hytrain.{self.algorithm.name}: {state}\n{super().__repr__()}"
 
     def __enter__(self) -> Self:
         """`with hytrain.AdamW(…) as opt:` closes it at the end, also after an exception."""

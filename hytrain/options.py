@@ -9,10 +9,11 @@ model and on other ranks.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Final, Self, TypedDict
+from typing import Any, Final, Literal, Self, TypedDict
 
 import torch
 from torch.distributed import ProcessGroup
@@ -24,29 +25,32 @@ from hytrain.kernels.choice import BACKENDS
 from protocol.handles import Precision
 from protocol.messages import MASTER_DTYPES, OBJECTIVES, POLICIES, STATE_DTYPES
 
+_LINK: Final = re.compile(r"\[([^]]*)\]\([^)]*\)")
+_OF_PROCESSES: Final = "in docs/options.md, below Processes"
+
 
 class SharedOptions(TypedDict, total=False):
     """The options of every optimizer, with the types that users give."""
 
-    updates: str
+    updates: Literal["auto", "backward", "step"]
     grad_accumulation: int
-    accumulate_on: str
+    accumulate_on: Literal["auto", "device", "host"]
     max_grad_norm: float | None
-    clip: str
-    on_nonfinite: str | None
+    clip: Literal["global", "per_layer"]
+    on_nonfinite: Literal["skip", "raise"] | None
     speculate: bool | None
-    loss_scale: float | str | None
-    k: float | str
-    visit: float | str
-    offload_weights: float | str
+    loss_scale: float | Literal["dynamic"] | None
+    k: float | Literal["auto"]
+    visit: float | Literal["auto"]
+    offload_weights: float | Literal["auto"]
     offload_activations: bool
     device: torch.device | str | None
-    policy: str
-    objective: str
-    backend: str
+    policy: Literal["deadline", "fixed", "balance", "random"]
+    objective: Literal["speed", "gpu-memory", "host-memory"]
+    backend: Literal["auto", "native", "deepspeed", "torch"]
     gradient_dtype: torch.dtype | None
-    state_dtype: torch.dtype | str
-    master_dtype: torch.dtype | str
+    state_dtype: torch.dtype | Literal["float32", "bfloat16", "float8"]
+    master_dtype: torch.dtype | Literal["float32", "bfloat16"]
     overlap: bool
     cores: str | None
     threads: int | None
@@ -326,6 +330,15 @@ class Options:
 
 #: By name: default, meaning and check.
 TABLE: Final = {option.name: option.metadata for option in fields(Options) if option.metadata}
+
+
+def described() -> str:
+    """All options for `help()`, in the form of a docstring's arguments."""
+    lines = []
+    for name, row in TABLE.items():
+        meaning = _LINK.sub(r"\1", row["meaning"]).replace("see below", _OF_PROCESSES)
+        lines.append(f"    {name}: {meaning}. Default: {row['default']!r}.")
+    return "\n".join(lines)
 
 
 def _contradictions(o: Options) -> Iterator[str]:

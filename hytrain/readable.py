@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 GIB: Final = 1 << 30
+#: Of a word that is suggested: with difflib's 0.6, `epochs` would be `eps`.
+NEAR: Final = 0.75
 
 
 def gib(size: int) -> str:
@@ -33,6 +36,11 @@ def age(seconds_ago: float) -> str:
         if seconds_ago >= unit_s:
             return f"{seconds_ago / unit_s:.0f} {unit}"
     return f"{max(seconds_ago, 0):.0f} s"
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """What may be meant by an unknown word, or None."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=NEAR)), None)
 
 
 def format_threads(threads: int) -> str:

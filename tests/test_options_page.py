@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from pydantic import BaseModel
@@ -17,7 +20,8 @@ from hytrain.options import TABLE, OneOf, SharedOptions
 from hytrain.recipe import config
 from hytrain.recipe.config import Recipe, Section
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "options.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "options.md").read_text()
 ROW = re.compile(r"^\| `([\w.]+)` \| (?:`(.+?)`|(required)) \|", re.MULTILINE)
 
 
@@ -77,7 +81,43 @@ def test_the_page_says_of_each_option_what_the_table_says() -> None:
 
 
 def test_each_option_has_a_type_for_editors() -> None:
-    assert SharedOptions.__annotations__.keys() == TABLE.keys()
+    """Its choices are a Literal's, so that an editor offers them, and mypy finds what is misspelt."""
+    types = get_type_hints(SharedOptions)
+    assert types.keys() == TABLE.keys()
+    for name, row in TABLE.items():
+        if isinstance(row["check"], OneOf) and name != "gradient_dtype":
+            assert {*words(types[name])} == {each for each in row["check"].choices if each is not None}, name
+
+
+@pytest.mark.parametrize("kind", [hytrain.AdamW, hytrain.Adam, hytrain.SGD, hytrain.Lion, hytrain.Muon])
+def test_help_lists_every_option(kind: type) -> None:
+    said = pydoc.plain(pydoc.render_doc(kind))
+    for name, row in TABLE.items():
+        assert re.search(rf"^ [| ] +{name}: .*Default: {re.escape(repr(row['default']))}\.$", said, re.MULTILINE), name
+    assert "](" not in said and "see below" not in said
+
+
+def test_completion_offers_the_public_names() -> None:
+    assert dir(hytrain) == sorted(hytrain.__all__)
+
+
+def test_a_type_checker_finds_what_is_misspelt(tmp_path: Path) -> None:
+    """With the cache of `make lint`, if that ran before."""
+    lines = {
+        "import hytrain": "",
+        "import torch": "",
+        "model = torch.nn.Linear(2, 2)": "",
+        'opt = hytrain.AdamW(model, lr=1e-3, max_grad_norm=1.0, updates="step", k="auto", objective="gpu-memory")': "",
+        "hytrain.Adamm(model)": "attr-defined",
+        "hytrain.AdamW(model, max_gradnorm=1.0)": "call-arg",
+        'hytrain.AdamW(model, updates="steps")': "arg-type",
+        'hytrain.AdamW(model, k="half")': "arg-type",
+    }
+    (file := tmp_path / "script.py").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", file]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    codes = {int(line): code for line, code in re.findall(r"script\.py:(\d+): error: .*\[([\w-]+)\]", found)}
+    assert codes == {number: code for number, code in enumerate(lines.values(), 1) if code}, found
 
 
 def words(kind: Any) -> Iterator[str]:

@@ -36,6 +36,8 @@ _ADVICE: Final = {
     "zero": "zero_grad(set_to_none=False) needs the gradient: use zero_grad(), which sets it to None",
     "reduce": "to reduce a gradient over ranks, return the reduced one from a hook of your own (Tensor.register_hook), "
     "which runs in backward",
+    "add": "backward would add to it: call opt.zero_grad() after each opt.step(); for a sum over n backwards, pass "
+    'grad_accumulation=n, or updates="step"',
     "read": 'pass updates="step" to hytrain.AdamW, or read gradients in a hook of your own (Tensor.register_hook) '
     "while backward runs",
 }
@@ -61,6 +63,8 @@ def _advice(operation: str, into_gradient: bool) -> str:
     for key, word in _WORDS:
         if word in operation:
             return _ADVICE[key]
+    if operation.startswith("add") and torch._C._current_graph_task_id() != -1:
+        return _ADVICE["add"]
     return _ADVICE["change" if into_gradient else "read"]
 
 

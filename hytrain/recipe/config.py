@@ -13,7 +13,6 @@ resolved recipe has absolute paths, so it can be moved.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,10 +24,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from hytrain.errors import ConfigError
+from hytrain.readable import nearest
 
 Tree = dict[str, Any]
 
-NEAR = 0.75  # similarity of a word that is suggested: with difflib's 0.6, `epochs` would be `eps`
 PATH_WORDS = ("latest", "auto", "chatml")  # in the place of a path
 INPUT_PATHS = (
     ("model", "path"),
@@ -413,8 +412,8 @@ def dump(recipe: Recipe) -> str:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown word: `; did you mean "steps"?` or a full stop."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=NEAR)
-    return f'; did you mean "{close[0]}"?' if close else "."
+    close = nearest(word, known)
+    return f'; did you mean "{close}"?' if close else "."
 
 
 def _parse_override(override: str) -> Tree:
@@ -476,8 +475,8 @@ def _suggest_key(location: Sequence[str]) -> str:
     siblings = {key.rpartition(".")[2]: key for key in keys if key.rpartition(".")[0] == ".".join(parents)}
     elsewhere = {key.rpartition(".")[2]: key for key in keys}
     for names in (siblings, elsewhere):
-        if close := difflib.get_close_matches(word, list(names), n=1, cutoff=NEAR):
-            return f'; did you mean "{names[close[0]]}"?'
+        if close := nearest(word, names):
+            return f'; did you mean "{names[close]}"?'
     return f"; the keys {'of ' + '.'.join(parents) if parents else 'of a recipe'} are {', '.join(siblings)}."
 
 

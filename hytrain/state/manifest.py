@@ -182,6 +182,8 @@ def _digest(path: Path) -> str:
 
 def _text(folder: Path) -> str:
     """The checksums as they are written."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
     try:
         return read(folder / SUMS).decode(errors="replace")
     except OSError as error:

@@ -152,6 +152,23 @@ def test_parameter_groups() -> None:
             kind(model, foreach=True)
 
 
+def test_what_is_meant_by_a_misspelt_option_is_said() -> None:
+    for wrong, meant in (("max_gradnorm", "max_grad_norm"), ("weightdecay", "weight_decay")):
+        with pytest.raises(TypeError, match=f"hytrain.AdamW has no option '{wrong}'; did you mean '{meant}'?"):
+            hytrain.AdamW(perceptron(), **{wrong: 1.0})
+
+
+def test_the_text_of_an_optimizer_says_what_hytrain_does() -> None:
+    model = perceptron()
+    opt = hytrain.AdamW(model.parameters(), k=0.0)
+    assert repr(opt).startswith("hytrain.AdamW: waits for its model to be called\nAdamW (\nParameter Group 0\n")
+    square_loss(model, 0).backward()
+    opt.step()
+    assert repr(opt).startswith(f"hytrain.AdamW: step 1, k=0.000, run in {opt.run_dir}\n")
+    opt.close()
+    assert repr(opt).startswith("hytrain.AdamW: closed\n")
+
+
 def test_keys_of_others_in_parameter_groups() -> None:
     """Schedulers keep their numbers in groups."""
     model = perceptron()
@@ -402,10 +419,12 @@ def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         one_sentence(raised.value)
 
 
-def refused(ran: subprocess.CompletedProcess[str], sentence: str) -> None:
+def refused(ran: subprocess.CompletedProcess[str], sentence: str, *, starts: bool = False) -> None:
+    """In one sentence, which comes below the first words of a run that `starts`."""
     assert ran.returncode == 2, ran.stdout + ran.stderr
     assert ran.stdout == ""
-    [said] = ran.stderr.splitlines()
+    *first, said = ran.stderr.splitlines()
+    assert bool(first) is starts and "Traceback" not in ran.stderr
     assert re.search(rf"^hytrain.*{sentence}", said)
 
 
@@ -414,7 +433,11 @@ def test_the_launcher_refuses_with_a_sentence(tmp_path: Path) -> None:
     recipe, script, listed = write_recipe(tmp_path), tmp_path / "script.py", tmp_path / "list.yaml"
     places = {"HYTRAIN_CACHE": str(tmp_path / "cache"), "HYTRAIN_RUN_DIR": str(tmp_path / "without-compiler")}
     without_compiler = environment(CXX="no-such-compiler", **places)
-    refused(cluster(recipe, "--set=optimizer.backend=native", env=without_compiler), "no-such-compiler.*='torch'")
+    refused(
+        cluster(recipe, "--set=optimizer.backend=native", env=without_compiler),
+        "no-such-compiler.*='torch'",
+        starts=True,
+    )
     script.touch()
     listed.write_text("- a\n- list\n")
     refused(cluster(recipe, "--set", "train.stepz=3"), r'unknown key "train\.stepz"; did you mean "train\.steps"\?')

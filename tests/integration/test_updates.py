@@ -468,6 +468,17 @@ def test_gradients_whose_updates_have_begun_are_only_read(what: Callable[[Tensor
             gradients(opt._model)[0].norm()
 
 
+def test_a_forgotten_zero_grad_is_named() -> None:
+    model = perceptron()
+    with adamw(model, k=0.5, updates="backward") as opt:
+        square_loss(model, 0).backward()
+        opt.step()
+        with pytest.raises(
+            UsageError, match=r"backward would add to it: call opt.zero_grad\(\) after each opt.step\(\)"
+        ):
+            square_loss(model, 1).backward()
+
+
 def test_who_reads_gradients_late_may_write_them_in_the_next_step() -> None:
     model = perceptron()
     with adamw(model, k=0.5) as opt:

@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import random
+import re
 import selectors
 import shutil
 import signal
@@ -106,7 +107,7 @@ class Ledger:
             return turn.said if isinstance(turn.said, str) else None
         before = [save for save in self.saves.values() if save.said is not None and save.ended_s < turn.began_s]
         if isinstance(turn.said, str):
-            is_empty = "no checksums" in turn.said and not before
+            is_empty = re.search("no checksums|there is no folder", turn.said) and not before
             return None if is_empty else turn.said
         assert turn.said is not None
         if len(turn.said) != 1:

@@ -56,6 +56,8 @@ class RunningCluster:
     """Its processes and its socket folder, from one start to the next. `children` has the program, too."""
 
     def __init__(self, config: ClusterConfig, *, run_name: str, run_dir: Path, ranks: int) -> None:
+        """Raises `ConfigError` for impossible cores."""
+        affinity.choose(config.cores, config.threads, ranks=ranks)
         self._config, self._run_name, self._run_dir, self._ranks = config, run_name, run_dir, ranks
         self._log_dir = run_dir / "logs"
         self.children: list[Child] = []
@@ -65,13 +67,12 @@ class RunningCluster:
         self._deaths = (0, 0)  # the step after which coordinators have died, and how many
 
     def start(self) -> None:
-        """Start all. Raises `ClusterError` if one does not become ready, `ConfigError` for impossible cores."""
+        """Start all. Raises `ClusterError` if one does not become ready."""
         trace.clear(self._run_dir)
         try:
             self.socket_dir = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary()))
         except OSError as error:
             raise ConfigError(f"there is no place for sockets: {error}; set another TMPDIR") from None
-        affinity.choose(self._config.cores, self._config.threads, ranks=self._ranks)  # impossible cores are bad input
         token = secrets.token_hex(16)
         names = {"run_name": self._run_name, "run_dir": str(self._run_dir), "ranks": self._ranks, "token": token}
         write_settings(self.socket_dir, **{**self._config.model_dump(), **names, "plans": _last_plans()})
