@@ -12,14 +12,19 @@ import os
 import pwd
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Annotated, Any, Final, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from hytrain.errors import ConfigError
+from hytrain.readable import size
 
 CLUSTER_VARIABLE: Final = "HYTRAIN_CLUSTER"
 CLUSTER_FILE: Final = "cluster.json"
+
+
+#: Bytes, or "24GiB".
+Size = Annotated[int, BeforeValidator(size)]
 
 
 class ClusterConfig(BaseModel):
@@ -30,8 +35,8 @@ class ClusterConfig(BaseModel):
     cores: str = "auto"  # "auto" (the NUMA node of the GPU), "node:0,1", or a core list such as "2-15"
     #: OpenMP threads of the optimizer process; None is one per core, or half as many with fewer than 4 cores
     threads: int | None = Field(default=None, ge=1)
-    host_memory_limit: int | None = Field(default=None, ge=0)  # bytes for planes; None is all that is free
-    gpu_memory_limit: int | None = Field(default=None, ge=0)  # bytes per GPU to plan with; None is all that is free
+    host_memory_limit: Size | None = Field(default=None, ge=0)  # for planes; None is all that is free
+    gpu_memory_limit: Size | None = Field(default=None, ge=0)  # to plan with on each GPU; None is all that is free
     run_dir: str | None = None  # folder of the run; None makes one in ~/.local/state/hytrain/runs
     run_name: str | None = None
     keep_runs: int = Field(default=50, ge=1)  # how many runs keep their folders in ~/.local/state/hytrain/runs

@@ -55,8 +55,8 @@ class SharedOptions(TypedDict, total=False):
     cores: str | None
     threads: int | None
     run_dir: str | os.PathLike[str] | None
-    host_memory_limit: int | None
-    gpu_memory_limit: int | None
+    host_memory_limit: int | str | None
+    gpu_memory_limit: int | str | None
     trace: bool | None
     check: int | None
     pipeline_group: ProcessGroup | None
@@ -264,8 +264,8 @@ class Options:
     cores: str | None = _option(None, "see below; for the processes that this call starts if none are running")
     threads: int | None = _option(None, "see below")
     run_dir: str | None = _option(None, "see below", lambda name, given: given if given is None else os.fspath(given))
-    host_memory_limit: int | None = _option(None, "see below")
-    gpu_memory_limit: int | None = _option(None, "see below")
+    host_memory_limit: int | str | None = _option(None, "see below")
+    gpu_memory_limit: int | str | None = _option(None, "see below")
     trace: bool | None = _option(None, "see below")
     check: int | None = _option(
         None,

@@ -1,12 +1,15 @@
-"""Numbers, times, cores and tables as text, for people."""
+"""Numbers, sizes, times, cores and tables as text, for people."""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 GIB: Final = 1 << 30
+#: Fewer bytes without a unit are a mistake.
+LEAST: Final = 1 << 20
 #: Of a word that is suggested: with difflib's 0.6, `epochs` would be `eps`.
 NEAR: Final = 0.75
 
@@ -14,6 +17,17 @@ NEAR: Final = 0.75
 def gib(size: int) -> str:
     """Bytes in GiB, or in MiB if they are fewer."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / (1 << 20):,.1f} MiB"
+
+
+def size(given: int | str) -> int:
+    """Bytes, from a number of them or a text with a unit. Raises `ValueError`."""
+    if isinstance(given, int):
+        return given
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", given.strip(), re.IGNORECASE)
+    if match is None or not (match[2] or (match[1].isdecimal() and not 0 < int(match[1]) < LEAST)):
+        raise ValueError('a size has a unit, as in "24GiB" or "24GB"')
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power) if power else int(match[1])
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from hytrain.errors import ConfigError
-from hytrain.readable import nearest
+from hytrain.readable import nearest, size
 
 Tree = dict[str, Any]
 
@@ -278,13 +278,17 @@ class Optimizer(Section):
         return self
 
 
+#: "24GiB", or bytes.
+Size = Annotated[int, BeforeValidator(lambda given: None if given is None else size(str(given)))]
+
+
 class Cluster(Section):
     """What the launcher assigns to the processes of the run."""
 
     cores: str = "auto"  # of the optimizer process: "auto", "node:0", or a list such as "2-7,10"
     optimizer_threads: Positive | Literal["auto"] = "auto"
-    host_memory_limit_gib: Annotated[float, Field(gt=0)] | None = None
-    gpu_memory_limit_gib: Annotated[float, Field(gt=0)] | None = None
+    host_memory_limit: Size | None = None  # such as 58GiB
+    gpu_memory_limit: Size | None = None  # such as 24GiB
 
 
 class Parallel(Section):

@@ -376,12 +376,21 @@ def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:
 
 def test_limits_on_memory_arrive(tmp_path: Path) -> None:
     """A recipe's at the launcher, in bytes; a script's at what the planner may use."""
-    sections = ["cluster.gpu_memory_limit_gib=24", "cluster.host_memory_limit_gib=0.5"]
+    sections = ["cluster.gpu_memory_limit=24GiB", "cluster.host_memory_limit=0.5 GiB"]
     settings = launcher._cluster_settings(recipes.load(write_recipe(tmp_path), sections))
     assert (settings["gpu_memory_limit"], settings["host_memory_limit"]) == (24 << 30, 1 << 29)
-    for limit in (24 << 30, None):
-        with adamw(perceptron(), gpu_memory_limit=limit):
+    flags = {"gpu_memory_limit": "24GB", "host_memory_limit": "1000000000"}
+    resolved = ClusterConfig.resolve(flags=flags, environment={})
+    assert (resolved.gpu_memory_limit, resolved.host_memory_limit) == (24 * 10**9, 10**9)
+    assert ClusterConfig.resolve(flags={"host_memory_limit": "0"}, environment={}).host_memory_limit == 0
+    for given, limit in (("24GiB", 24 << 30), (24 << 30, 24 << 30), (None, None)):
+        with adamw(perceptron(), gpu_memory_limit=given):
             assert gpu_memory(torch.device("cpu")).limit == limit
+    for wrong in ("24", "24 gigs", "-1GiB", "GiB"):
+        with pytest.raises(ConfigError, match='setting .gpu_memory_limit.: .*a size has a unit, as in "24GiB"'):
+            ClusterConfig.resolve(flags={"gpu_memory_limit": wrong}, environment={})
+    with pytest.raises(ConfigError, match='a size has a unit, as in "24GiB" or "24GB", not 24'):
+        recipes.load(write_recipe(tmp_path), ["cluster.gpu_memory_limit=24"])
 
 
 def test_one_optimizer_after_another_and_two_at_once(run_dir: Path) -> None:

@@ -407,7 +407,7 @@ def test_after_an_exception_in_backward_its_updates_are_not_dropped(k: float, tm
 
 def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the file alone decides, and the text, are in tests/test_recipe_config.py and tests/test_recipe_data.py."""
-    monkeypatch.setenv("HYTRAIN_HOST_MEMORY_LIMIT", "10000")
+    monkeypatch.setenv("HYTRAIN_HOST_MEMORY_LIMIT", "10kB")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for override, sentence in (
         ("data.sequence_length=64", "64"),

@@ -89,8 +89,8 @@ def _options() -> argparse.ArgumentParser:
     options.add_argument("--threads", type=int, help="threads of the optimizer; default: one per core, half below 4")
     options.add_argument("--run-dir", help="the run's folder")
     options.add_argument("--keep-runs", type=int, metavar="N", help="keep the folders of the N newest programs' runs")
-    options.add_argument("--host-memory-limit", type=int, metavar="BYTES", help="maximum host memory for planes")
-    options.add_argument("--gpu-memory-limit", type=int, metavar="BYTES", help="memory to plan with on each GPU")
+    options.add_argument("--host-memory-limit", metavar="SIZE", help="maximum host memory for planes, such as 58GiB")
+    options.add_argument("--gpu-memory-limit", metavar="SIZE", help="memory to plan with on each GPU, such as 24GiB")
     options.add_argument("--save-before", metavar="TIME", help="end the run this long before the job's time is up: 5m")
     options.add_argument("--time-limit", metavar="TIME", help="the job's time, counted from now, where Slurm sets none")
     options.add_argument("--trace", action="store_true", default=None, help="write the run's timeline, trace.json")
@@ -228,15 +228,11 @@ def _cluster_settings(recipe: Recipe) -> dict[str, Any]:
     return {
         "cores": cluster.cores,
         "threads": None if cluster.optimizer_threads == "auto" else cluster.optimizer_threads,
-        "host_memory_limit": _bytes(cluster.host_memory_limit_gib),
-        "gpu_memory_limit": _bytes(cluster.gpu_memory_limit_gib),
+        "host_memory_limit": cluster.host_memory_limit,
+        "gpu_memory_limit": cluster.gpu_memory_limit,
         "run_dir": str(run.dir / run.name),
         "run_name": run.name,
     }
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * 2**30)
 
 
 def _attach(parent: int, name: str, config: ClusterConfig, ranks: int) -> int:

@@ -25,7 +25,7 @@ import psutil
 
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.memory import host
-from hytrain.readable import gib, table
+from hytrain.readable import gib, size, table
 from protocol.handles import EXACT, Precision
 from workers import affinity
 from workers.exits import EXIT_USAGE
@@ -102,8 +102,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sequence", type=int, default=1024, help="tokens of each (1024)")
     parser.add_argument("--cores", default="auto", help="cores of the optimizer, as for a run")
     parser.add_argument("--threads", type=int, help="its threads, as for a run")
-    parser.add_argument("--host-memory-limit", type=int, metavar="BYTES", help="maximum host memory for planes")
-    parser.add_argument("--gpu-memory-limit", type=int, metavar="BYTES", help="memory to plan with on the GPU")
+    parser.add_argument(
+        "--host-memory-limit", type=size, metavar="SIZE", help="maximum host memory for planes, such as 58GiB"
+    )
+    parser.add_argument(
+        "--gpu-memory-limit", type=size, metavar="SIZE", help="memory to plan with on the GPU, such as 24GiB"
+    )
     parser.add_argument("--cpu", action="store_true", help=argparse.SUPPRESS)  # only measure the CPU, print JSON
     asked = parser.parse_args(argv)
     try:
