@@ -88,7 +88,8 @@ class Driver:
 
     def ask(self, name: str, value: str) -> Sent:
         """A monitor's command, which is taken; what is sent to whom."""
-        assert self.answer(m.Command(name=name, value=value)).text == f"{name}={value} from the next plan on"
+        most = " (at most one per core of the optimizer)" if name == "threads" else ""
+        assert self.answer(m.Command(name=name, value=value)).text == f"{name}={value}{most} from the next plan on"
         return [(c.to, c.message) for c in self.commands if isinstance(c, Send)]
 
     @property
@@ -920,9 +921,11 @@ def test_a_record_has_the_reason_of_the_plan_that_takes_effect(driver: Driver) -
     first = driver.start()
     second = driver.next_plan()
     assert second is not None
+    assert driver.status().reason == f"next k={second.k:.2f}: {second.reason}", "it stands beside the k of now"
     for step in range(40, 40 + LOG_PATIENCE_STEPS):
         driver.handle(report(step))
     driver.hold(second)
+    assert driver.status().reason == second.reason
     last = 40 + LOG_PATIENCE_STEPS
     for step in (last, last + 1):
         driver.handle(report(step))
@@ -960,7 +963,7 @@ def test_a_status_has_the_plan_that_is_to_come(driver: Driver) -> None:
     driver.handle(m.Command(name="k", value="1"))
     plan = driver.next_plan(1)
     status = driver.status()
-    assert status.plan == plan and plan is not None and plan.reason == status.reason
+    assert status.plan == plan and plan is not None and status.reason == f"next k=1.00: {plan.reason}"
     assert (set(status.places), set(plan.places)) == ({CPU}, {GPU})
 
 

@@ -27,8 +27,10 @@ from textual.widgets._footer import FooterKey
 from hytrain.errors import ConfigError
 from hytrain.run import trace
 from protocol import messages as m
+from protocol.address import Address
 from workers.watch.monitor import ORDERS, SETTINGS
 from workers.watch.screen import DRAWN, ENDED, KEPT, KEPT_LINES, NO_TIMELINE, PEAK, Screen
+from workers.watch.troubles import Snapshot, Stranger, Usage, find
 
 ALL = (*SETTINGS, *ORDERS)
 SCREENS = Path(__file__).with_name("screens")
@@ -189,6 +191,37 @@ def test_the_terminal_looks_as_it_did(
     if not expected:
         file.write_text(told)
     assert told == expected
+
+
+def test_what_is_wrong_leaves_the_processes_on_a_small_terminal() -> None:
+    """As long as the run lives: what is wrong with one that has ended is only what it has recorded."""
+    run = Run(at(3, reason="CPU finishes 12.3 ms late at k=0.20; k=0.25 is the least without stalls"))
+    strangers = [Stranger(3100 + number, f"program-{number}", 0.9) for number in range(3)]
+    usage = Usage(cores=(0, 1), rss_bytes=1 << 30, cpu_s=1.0, cpu_share=0.5)
+    roles = (("trainer", "cuda:0"), ("optimizer", "on cores 0-1"), ("coordinator", "plans"), ("launcher", "supervises"))
+    processes = [m.Process(address=Address(role, 0), pid=70 + n, detail=text) for n, (role, text) in enumerate(roles)]
+    used = [(process, usage) for process in processes]
+
+    def looked(shown: m.Status) -> Snapshot:
+        return Snapshot(shown, tuple(used), find(shown, used, strangers), loads=(0.9, 0.4))
+
+    screen = Screen(run.statuses(), looked, run.send, ALL)
+
+    async def drive() -> tuple[str, str]:
+        async with screen.run_test(size=(80, 24)) as pilot:
+            await until(pilot, lambda: "program-2" in seen(screen))
+            now = seen(screen)
+            run.ends.set()
+            await until(pilot, lambda: "which has ended" in seen(screen))
+            return now, seen(screen)
+
+    lively, ended = asyncio.run(drive())
+    (file := SCREENS / "80x24-trouble.txt").touch()
+    if not file.read_text():
+        file.write_text(lively)
+    assert lively == file.read_text()
+    assert all(f"{role}-0" in lively for role, _ in roles)
+    assert "program-2" not in ended
 
 
 def test_a_timeline_that_is_drawn_meanwhile_takes_the_place_of_the_one_before(tmp_path: Path) -> None:

@@ -55,14 +55,12 @@ def test_a_disk_is_slow_if_a_folder_takes_long() -> None:
 
 def test_who_takes_most_of_the_optimizers_cores_is_named() -> None:
     others = [Stranger(31, "make", 2.0), Stranger(32, "yes", 0.97), Stranger(33, "sh", TAKEN), Stranger(34, "x", TAKEN)]
-    where = "of the optimizer's cores, 2-3: updates take longer"
-    assert said(OPTIMIZER, USAGE, *others) == [
-        f"make (process 31) takes 2.0 cores {where}",
-        f"yes (process 32) takes 97% of a core {where}",
-        f"sh (process 33) takes 20% of a core {where}",
-    ]
+    what = "updates take longer, since others use the optimizer's cores, 2-3: "
+    named = "make (process 31): 2.0 cores, yes (process 32): 97% of a core, sh (process 33): 20% of a core"
+    assert said(OPTIMIZER, USAGE, *others) == [what + named], "in one sentence"
     hidden = [Stranger(31, "make", 0.9 * TAKEN), Stranger(0, "", 0.5)]
-    assert said(OPTIMIZER, USAGE, *hidden) == [f"programs that cannot be seen from here take 50% of a core {where}"]
+    assert said(OPTIMIZER, USAGE, *hidden) == [what + "programs that cannot be seen from here: 50% of a core"]
+    assert said(OPTIMIZER, None, *others) == [], "the optimizer has ended"
 
 
 @pytest.mark.parametrize(

@@ -173,11 +173,11 @@ def _if_it_pays(asked: Question, profile: Profile, target: Target) -> Target:
         same_s = SAME_SPEED * now_s
         if saved and fewer_gain_s >= -same_s and fewer_cost_s <= same_s * horizon_steps:
             k = profile.k_of(fewer.gpu_lids)
-            reason = f"k={k:.2f} saves {gb(saved)} on the GPU and would do with a CPU {profile.cpu_slack:.0%} slower"
+            reason = f"k={k:.2f} frees {gb(saved)} of GPU memory; the CPU keeps up, also {profile.cpu_slack:.0%} slower"
             return replace(fewer, reason=reason)
     price = f"changes a step by {-1e3 * gain_s:+.1f} ms and costs {_ms(cost_s)} once"
     if lasting_s < gain_s:
-        price += f"; with a CPU {profile.cpu_slack:.0%} slower, as it is at times, by {-1e3 * lasting_s:+.1f} ms"
+        price += f"; at the CPU's slowest, {profile.cpu_slack:.0%} slower than now, by {-1e3 * lasting_s:+.1f} ms"
     return _stay(profile, current, target, price)
 
 

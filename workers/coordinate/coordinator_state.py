@@ -234,7 +234,7 @@ class CoordinatorState:
             device_planes=planes[1],
             plan=planning.plan if planning is not None else None,
             policy=planning.wishes.policy if planning is not None else "",
-            reason=planning.reason if planning is not None else "",
+            reason=planning.told if planning is not None else "",
             ranks=self._ranks(),
             no_timeline=self.no_timeline,
         )

@@ -79,6 +79,12 @@ class Planning:
         """Those in effect. Weights rest where they did when that was last reported."""
         return self._ledger.places.offload(self._offloaded)
 
+    @property
+    def told(self) -> str:
+        """The reason beside a status's k: that of a plan which is not in effect yet has its own k."""
+        comes = self.plan is not None and self.plan.plan_id > 0 and self._ledger.busy
+        return f"next k={self.plan.k:.2f}: {self.reason}" if comes and self.plan is not None else self.reason
+
     # ------------------------------------------------------------ before the first step
 
     def rejoin(self, message: m.Rejoin) -> list[Command]:
@@ -348,7 +354,8 @@ class Planning:
         self._planned_at = self._rest = None
         commands = self._change_threads(self.wishes.threads) if name == "threads" and self.wishes.threads else []
         commands += self._limit_memory(name) if name in LIMITS else []
-        return m.CommandReply(ok=True, text=f"{name}={value} from the next plan on"), commands
+        most = " (at most one per core of the optimizer)" if name == "threads" else ""
+        return m.CommandReply(ok=True, text=f"{name}={value}{most} from the next plan on"), commands
 
     def _limit_memory(self, commanded: str = "") -> list[Command]:
         """Of the GPU's, the trainer has what was commanded before."""

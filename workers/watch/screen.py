@@ -106,6 +106,8 @@ class Screen(App[None]):
     .-high.-drawn #above, .-tall.-drawn #above { max-height: 45%; }
     .-high.-drawn #timeline, .-tall.-drawn #timeline { display: block; }
     .-tall #timeline { max-height: 40%; }
+    .-low.-troubled #curves { display: none; }
+    .-low.-troubled #above { max-height: 80%; }
     .-alone #above, .-alone #curves, .-alone #more, .-alone #plans { display: none; }
     .-alone #timeline { display: block; height: 1fr; max-height: 100%; }
     #ask { width: 70; height: auto; padding: 1 2; background: $panel; }
@@ -197,6 +199,7 @@ class Screen(App[None]):
         if below is None or not below.query("#facts"):
             return  # it is being left
         self.shown = snapshot
+        below.set_class(bool(status_table.standing(snapshot, ended=ended)), "-troubled")
         below.query_one("#facts", Static).update(status_table.table(snapshot, ended=ended))
         for record in records:
             for name, *_ in ALL_CURVES:

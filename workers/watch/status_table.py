@@ -15,7 +15,7 @@ from protocol import messages as m
 from protocol.placement import PLACEMENTS
 from workers.watch import status_text as text
 from workers.watch.status_text import Cores
-from workers.watch.troubles import Snapshot, silence
+from workers.watch.troubles import DIVERGENCE, Snapshot, Trouble, silence
 
 #: For each placement, in the order of `PLACEMENTS`.
 STYLES: Final = dict(zip(PLACEMENTS, ("green", "blue", "cyan", "dim blue", "dim cyan"), strict=True))
@@ -51,7 +51,7 @@ def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
         )
     else:
         facts.add_row("training", "no step has ended yet")
-    for trouble in snapshot.troubles:
+    for trouble in standing(snapshot, ended=ended):
         facts.add_row(Text("trouble", "bold red"), Text(trouble.text, "bold red"))
     if status.layer_names:
         facts.add_row("layers", _strip(status))
@@ -63,6 +63,11 @@ def table(snapshot: Snapshot, *, ended: bool = False) -> Group:
         facts.add_row("ranks", f"{sentence} in each step")
     parts = [facts, _rank_table(status, record)] if status.ranks else [facts]
     return Group(*(part for above in parts for part in (above, "")), _process_table(snapshot, record))
+
+
+def standing(snapshot: Snapshot, *, ended: bool) -> list[Trouble]:
+    """What is wrong. Of a run that has ended, only what its last record shows."""
+    return [trouble for trouble in snapshot.troubles if not ended or trouble.about == DIVERGENCE]
 
 
 def _strip(status: m.Status) -> Text:

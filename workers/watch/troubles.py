@@ -10,7 +10,7 @@ All views take their words from here. It reads no clock, file or socket: `observ
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -26,6 +26,8 @@ SLOW_DISK_S: Final = 2.0
 TAKEN: Final = 0.2
 #: So many other programs are named.
 NAMED: Final = 3
+#: What such a trouble is about: it stays after a run's end.
+DIVERGENCE: Final = "divergence"
 #: Numbers of a record that are null if they are not finite.
 DIVERGING: Final = {
     "loss": "the loss",
@@ -83,8 +85,9 @@ def find(status: m.Status, processes: Processes, strangers: Iterable[Stranger] =
     known = [*processes]
     troubles = [trouble for process, usage in known for trouble in _of_process(process, usage)]
     cores = sorted({core for process, usage in known if usage and _updates(process) for core in usage.cores})
-    taking = [stranger for stranger in strangers if stranger.cpu_share >= TAKEN]
-    troubles += [_of_stranger(stranger, cores) for stranger in taking[:NAMED]]
+    taking = [stranger for stranger in strangers if stranger.cpu_share >= TAKEN][:NAMED]
+    if cores and taking:
+        troubles.append(_of_strangers(taking, cores))
     if status.no_timeline:
         troubles.append(Trouble("timeline", f"the timeline cannot be written: {status.no_timeline}"))
     return (*troubles, *_of_record(json.loads(status.record)))
@@ -112,12 +115,16 @@ def _of_process(process: m.Process, usage: Usage | None) -> Iterator[Trouble]:
         yield Trouble(f"{process.address} writes", words)
 
 
-def _of_stranger(stranger: Stranger, cores: Iterable[int]) -> Trouble:
-    who = f"{stranger.name} (process {stranger.pid})" if stranger.pid else "programs that cannot be seen from here"
-    verb = "takes" if stranger.pid else "take"
-    part = f"{stranger.cpu_share:.0%} of a core" if stranger.cpu_share < 1.5 else f"{stranger.cpu_share:.1f} cores"
+def _of_strangers(strangers: Sequence[Stranger], cores: Iterable[int]) -> Trouble:
+    """All in one sentence: a terminal has more to show."""
+    parts = []
+    for one in strangers:
+        who = f"{one.name} (process {one.pid})" if one.pid else "programs that cannot be seen from here"
+        share = f"{one.cpu_share:.0%} of a core" if one.cpu_share < 1.5 else f"{one.cpu_share:.1f} cores"
+        parts.append(f"{who}: {share}")
     where = f"the optimizer's cores, {format_cores(tuple(cores))}"
-    return Trouble(f"program {stranger.pid}", f"{who} {verb} {part} of {where}: updates take longer")
+    about = " ".join(str(one.pid) for one in strangers)
+    return Trouble(f"programs {about}", f"updates take longer, since others use {where}: {', '.join(parts)}")
 
 
 def _of_record(record: dict[str, Any]) -> Iterator[Trouble]:
@@ -128,6 +135,6 @@ def _of_record(record: dict[str, Any]) -> Iterator[Trouble]:
     seen = f"{' and '.join(wrong)} of step {record.get('step')} {'are' if len(wrong) > 1 else 'is'} not finite"
     if diverged_at is not None:
         because = f": {seen}" if wrong else ""
-        yield Trouble("divergence", f"training has diverged at step {diverged_at:.0f}{because}")
+        yield Trouble(DIVERGENCE, f"training has diverged at step {diverged_at:.0f}{because}")
     elif "loss" in names and record.get("skipped_steps") is None:  # one that is skipped may be a bad batch's
-        yield Trouble("divergence", f"training diverges: {seen}")
+        yield Trouble(DIVERGENCE, f"training diverges: {seen}")
