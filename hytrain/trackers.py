@@ -93,7 +93,7 @@ def check_trackers(names: Collection[str], option: str) -> None:
     for name in names:
         if isinstance(names, str) or name not in TRACKERS:
             raise ConfigError(f"{option} is {names!r}: a list of {' and '.join(TRACKERS)}, or of one of them")
-        with needed(f"{option}: [{name}]", f"hytrain[{name}]"):
+        with needed(f"{option}: [{name}]", name):
             importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
 
 

@@ -127,7 +127,9 @@ def test_a_page_tells_the_machine_and_what_it_trains() -> None:
     assert seven.split()[2:4] == ["no", "room"], "84 GB of exact state do not fit"
     assert float(seven.split()[6]) > 0 and seven.endswith("%")
     assert "What to change" not in page
-    assert "nothing is forecast" in render(replace(MACHINE, gpu=None), 4, 1024)
+    alone = render(replace(MACHINE, gpu=None, no_gpu="CUDA finds no device"), 4, 1024)
+    assert "none that torch can use: CUDA finds no device" in alone
+    assert "This machine trains on its CPU alone: up to " in alone
 
 
 @pytest.mark.parametrize(

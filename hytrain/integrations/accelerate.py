@@ -43,7 +43,7 @@ from hytrain.extras import needed
 from hytrain.model.watched import unwatched
 from hytrain.optim import Optimizer
 
-with needed("hytrain.integrations.accelerate", "hytrain[hf]"):
+with needed("hytrain.integrations.accelerate", "hf"):
     import accelerate
 
 FOLDER: Final = "hytrain"  # the folder in a checkpoint with the state of the first optimizer

@@ -35,7 +35,7 @@ from hytrain.integrations import accelerate
 from hytrain.integrations.accelerate import Adopted
 from hytrain.optim import Optimizer
 
-with needed("hytrain.integrations.transformers", "hytrain[hf]"):
+with needed("hytrain.integrations.transformers", "hf"):
     from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
     from transformers.training_args import OptimizerNames
 

@@ -19,7 +19,7 @@ def adapt(model: Any, lora: config.Lora, checkpoint: Path | None) -> Any:
 
     Raises ConfigError if the model has no such modules, or if the checkpoint has no adapters.
     """
-    with needed("lora", "hytrain[lora]"):
+    with needed("lora", "lora"):
         from peft import LoraConfig, PeftModel, get_peft_model
         from peft.utils import SAFETENSORS_WEIGHTS_NAME
 

@@ -368,8 +368,10 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"The recipe {path} can't be read: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The recipe {path} is not valid YAML: {_one_line(str(error))}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The recipe {path} is not valid YAML{_place(error)}.") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"The recipe {path} is not UTF-8: {error}.") from None
     if not isinstance(tree, dict):
         *most, last = Recipe.model_fields
         raise ConfigError(f"The recipe {path} must be a mapping with the keys {', '.join(most)} and {last}.")
@@ -427,7 +429,7 @@ def _parse_override(override: str) -> Tree:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f'The override "{override}" has an invalid value: {_one_line(str(error))}.') from None
+        raise ConfigError(f'The override "{override}" has an invalid value{_place(error)}.') from None
     for part in reversed(key.split(".")):
         value = {part: value}
     return dict(value)
@@ -497,5 +499,11 @@ def _keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from _keys(kind, f"{prefix}{name}.")
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def _place(error: yaml.YAMLError) -> str:
+    """Where YAML goes wrong, the line that is there, and why."""
+    if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
+        return f": {' '.join(str(error).split())}"
+    lines = (mark.buffer or "").rstrip("\0").splitlines()
+    line = lines[mark.line].strip() if mark.line < len(lines) else ""
+    shown = f', "{line}"' if line else ""
+    return f" in line {mark.line + 1}, column {mark.column + 1}{shown}: {error.problem}"

@@ -97,6 +97,8 @@ class Estimate:
             seconds, whose = tflop / self.peak_tflops / ranks, "each" if ranks > 1 else "the"
             floor = f", at least {seconds:.3f} s at {whose} GPU's peak of {self.peak_tflops:g} TFLOP/s"
         lines = [
+            self.verdict(),
+            "",
             f"{self.trainable:,} trainable parameters" + (f", {self.frozen:,} frozen" if self.frozen else ""),
             "",
             table(heads, rows),
@@ -116,6 +118,26 @@ class Estimate:
             f"{tflop:,.3f} TFLOP per step{floor}.",
         ]
         return "\n".join(lines)
+
+    def verdict(self) -> str:
+        """Whether the recipe fits, and with which options, in one sentence."""
+        answers = {
+            answer: [need for need in self.needs if self.fits(need) == answer] for answer in ("yes", "on the host")
+        }
+        named = {answer: "; ".join(f"k={need.name}" for need in needs) for answer, needs in answers.items()}
+        if named["yes"]:
+            return f"It fits this machine, without activations, with any of: {named['yes']}."
+        if needs := answers["on the host"]:
+            least = gib(min(need.trainer for need in needs))
+            return (
+                f"It fits this machine's host memory with any of: {named['on the host']}. There is no GPU here: it "
+                f"takes one with {least} and room for activations."
+            )
+        host, gpu = (min(each) for each in zip(*((need.host, need.trainer) for need in self.needs if need.k < 1)))
+        return (
+            f"It does not fit this machine, where planes may take {gib(self.bound_host)} of host memory: unless the "
+            f"GPU owns layers, it takes {gib(host)}, and {gib(gpu)} on the GPU."
+        )
 
     def fits(self, need: Need) -> str:
         """Whether it fits into what is free, without activations on the GPU. Ranks share a machine's host memory."""
@@ -146,6 +168,7 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
     Raises ConfigError for an impossible model, and if the ranks do not fit the recipe.
     """
     config.check_ranks(recipe, ranks)
+    models.require_folder(recipe.model.path)
     mesh = recipe.parallel.sizes(ranks)
     shards = mesh["data_shard"] * mesh["tensor"]
     length = recipe.data.sequence_length

@@ -268,6 +268,16 @@ def peak_of(gpu: str) -> float | None:
     return PEAK_TFLOPS[max(names, key=len)] if names else None
 
 
+def require_folder(folder: Path | None) -> None:
+    """Raises ConfigError if `model.path` names no folder: it may be meant as a name on the Hub."""
+    if folder is not None and not folder.is_dir():
+        name = "/".join(folder.parts[-2:])
+        raise ConfigError(
+            f"There is no folder {folder}, which model.path names. HyTrain downloads nothing: if it is a model of the "
+            f"Hugging Face Hub, run `hf download {name} --local-dir {name}` first."
+        )
+
+
 def _from_folder(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"The model folder {folder} holds no config.json; correct model.path.")

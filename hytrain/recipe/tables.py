@@ -67,7 +67,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
-    with needed(str(file), "hytrain[data]"):
+    with needed(str(file), "data"):
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     number = 0
@@ -82,7 +82,7 @@ def _parquet(file: Path) -> Iterator[tuple[str, Row]]:
 
 
 def _saved(folder: Path) -> Iterator[tuple[str, Row]]:
-    with needed(str(folder), "hytrain[data]"):
+    with needed(str(folder), "data"):
         from datasets import load_from_disk
     try:
         table = load_from_disk(str(folder))

@@ -86,6 +86,7 @@ def assemble(
     torch.manual_seed(recipe.run.seed)
     length = recipe.data.sequence_length
     with job.ranks.together():
+        models.require_folder(source.path)
         if recipe.data.kind == "random":
             hf = models.configuration(source, None, length)
             vocab_size, data = hf.get_text_config().vocab_size, recipe.data

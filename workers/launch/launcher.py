@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = ClusterConfig(**json.loads(arguments.config))
             return _attach(arguments.attach, arguments.name, config, arguments.ranks)
         return _run(arguments)
+    except BrokenPipeError:  # `| head` has exited; without this, Python's flush at exit fails too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ClusterError, ConfigError, FileNotFoundError) as error:
         say(f"hytrain-cluster: {error}")
         return 1 if isinstance(error, ClusterError) else EXIT_USAGE
@@ -145,9 +148,11 @@ def _init(arguments: Sequence[str]) -> int:
     """Write a recipe with every key. Raises `ConfigError` if the file exists or cannot be written."""
     from hytrain.recipe.template import template
 
-    if len(arguments) > 1:
-        raise ConfigError(f"{INIT} takes one file, and not {' '.join(arguments)}")
-    path = Path(arguments[0] if arguments else "recipe.yaml")
+    parser = argparse.ArgumentParser(
+        prog=f"hytrain-cluster {INIT}", description="Write a recipe with every key, its default and a comment."
+    )
+    parser.add_argument("file", nargs="?", type=Path, default=Path("recipe.yaml"), help="default: recipe.yaml")
+    path = parser.parse_args(arguments).file
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{path} would be no recipe: name a .yaml file")
     try:
@@ -176,7 +181,7 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
     if world is not None:
         recipes.check_ranks(recipe, world)
     if arguments.dry_run:
-        with needed("--dry-run", "hytrain[recipe]"):
+        with needed("--dry-run", "recipe"):
             from hytrain.recipe.estimate import estimate
 
         print(estimate(recipe, world or 1).render())

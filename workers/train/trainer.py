@@ -55,7 +55,7 @@ def main() -> int:
         recipe = config.load(arguments.recipe, ["train.resume=auto"] if again else [])
         if launch is None or launch.rank == 0:
             print("hytrain: importing torch and Transformers", file=sys.stderr, flush=True)
-        with importing(), needed("a recipe", "hytrain[recipe]"):
+        with importing(), needed("a recipe", "recipe"):
             from hytrain.recipe.loop import train
 
         summary = train(recipe, arguments.run_dir, terminal=arguments.terminal, ending=ending)

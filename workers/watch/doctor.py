@@ -52,6 +52,9 @@ CONTEXT_BYTES: Final = 1 << 30
 ASK_S: Final = 5.0
 _LINK: Final = ("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
 
+#: Of each parameter that is trained on a CPU: weights of the trainer, and the optimizer's copy, gradients and moments.
+CPU_BYTES: Final = 20
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
@@ -76,6 +79,7 @@ class Machine:
     """What was found. `cpu_update`: parameters/s by the name of `PRECISIONS`, on `cores`, as `backend` says."""
 
     gpu: Gpu | None
+    no_gpu: str = ""  # why there is none
     cpu: str
     cores: int
     pinning: str
@@ -142,6 +146,7 @@ def examine(asked: argparse.Namespace) -> Machine:
     version = [int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit()]
     return Machine(
         gpu=gpu,
+        no_gpu="" if gpu is not None else _why_no_gpu(),
         cpu=cpu_name(),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=int(in_use.total),
@@ -229,6 +234,14 @@ def _measure_gpu(limit: int | None) -> Gpu | None:
     )
 
 
+def _why_no_gpu() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return "CUDA finds no device; nvidia-smi says whether the driver does"
+
+
 def _link(uuid: str) -> tuple[int, ...] | None:
     """PCIe generation now and at most, lanes now and at most, as the driver tells; None if it does not."""
     command = ["nvidia-smi", f"--query-gpu={','.join(_LINK)}", "--format=csv,noheader", f"--id={uuid}"]
@@ -261,7 +274,7 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
         ("host memory", memory + gib(machine.bound_bytes)),
     ]
     if (gpu := machine.gpu) is None:
-        return [("GPU", "none that torch can use"), *found]
+        return [("GPU", f"none that torch can use: {machine.no_gpu}"), *found]
     link = f"{gpu.to_host / 1e9:.1f} GB/s to the host, {gpu.from_host / 1e9:.1f} from it"
     if gpu.link is not None:
         link += f" (PCIe {gpu.link[0]} x {gpu.link[2]})"
@@ -279,7 +292,12 @@ def _forecasts(machine: Machine, batch: int, sequence: int) -> list[str]:
     from workers.watch import forecast
 
     if machine.gpu is None:
-        return ["Without a GPU, HyTrain trains on the CPU, and nothing is forecast."]
+        alone = machine.bound_bytes / CPU_BYTES / 1e9
+        return [
+            f"This machine trains on its CPU alone: up to {alone:.1f} B parameters in float32 fit ({CPU_BYTES} bytes "
+            "each, and activations).\nHyTrain makes nothing faster there. Run doctor where the GPU is, to forecast its "
+            "speed, and --dry-run\nhere for the memory that a recipe needs."
+        ]
     bounds = {"gpu_bytes": machine.gpu.bound_bytes, "host_bytes": machine.bound_bytes}
     most = ", ".join(
         f"{forecast.most_parameters(**bounds, precision=one) / 1e9:.1f} B ({name})" for name, one in PRECISIONS.items()

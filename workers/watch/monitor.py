@@ -160,7 +160,7 @@ def _run(client: Client, arguments: argparse.Namespace) -> int:
 
 def _table(snapshot: Snapshot) -> str:
     """Raises `ConfigError` without rich."""
-    with needed("the table, without which --json and --follow work,", "hytrain[monitor]"):
+    with needed("the table, without which --json and --follow work,", "monitor"):
         from workers.watch.status_table import as_text
     return as_text(snapshot)
 
@@ -313,7 +313,7 @@ def _follow(
 
 def _watch(client: Client) -> int:
     """Show the live view on the terminal, until the user leaves it. Returns the exit status."""
-    with needed("the live view, without which --follow works,", "hytrain[monitor]"):
+    with needed("the live view, without which --follow works,", "monitor"):
         from workers.watch.screen import Screen
 
     def send(command: m.Command) -> m.CommandReply:

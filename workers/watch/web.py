@@ -281,7 +281,7 @@ def serve(runs: Sequence[tuple[Feed, Iterable[m.Status]]], port: int, token: str
 
     Raises `ConfigError` without the packages, or for a taken port.
     """
-    with needed("--web", "hytrain[monitor]"):
+    with needed("--web", "monitor"):
         import starlette  # noqa: F401, only checks that they exist
         import uvicorn  # noqa: F401
     try:

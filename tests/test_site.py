@@ -1,0 +1,27 @@
+"""The website that `make docs` builds, as a browser shows it from its folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_report import in_a_browser
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_search_works_from_the_folder(tmp_path: Path) -> None:
+    """Without a server, and without a script from another site."""
+    for package in ("material", "mkdocstrings"):
+        pytest.importorskip(package)
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True)
+    page = (site / "index.html").read_text()
+    assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?:(?!//hytrain)', page)
+    seen = in_a_browser(f"{(site / 'index.html').as_uri()}?q=gradient", tmp_path / "profile")
+    assert re.search(r"\d+ matching documents", seen)
