@@ -74,7 +74,7 @@ def a_move(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int, int
 OFFLOADED: Final = {"k": 0.0, "offload_weights": 1.0}
 PAGE: Final = "docs/architecture.md"
 WALKS: Final = {
-    "a gradient": Walk("README.md", "## Follow one gradient", {"k": 0.0}, from_backward_to_forward),
+    "a gradient": Walk(PAGE, "### Follow one gradient", {"k": 0.0}, from_backward_to_forward),
     "a block's weights": Walk(PAGE, "### Follow one block's weights", OFFLOADED, a_step),
     "a layer to the GPU": Walk(PAGE, "### Follow a layer to the GPU", {"k": "auto", "policy": "random"}, a_move),
     "a save": Walk(PAGE, "### Follow a save", {"k": 0.0}, a_save),

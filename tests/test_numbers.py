@@ -1,0 +1,208 @@
+"""Numbers on pages are those of the rows in benchmarks/results: each is written here as the rows have it.
+
+If a row comes, or a page is written anew, the failed test shows the text that the page has to have.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from benchmarks.goals import known
+from benchmarks.parts import ALWAYS_CLIPPED, AUTO, LEAN, MUON, RESIDENT, ROAMING
+from benchmarks.report import RESULTS
+from benchmarks.rows import Rows, ratio
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+ROWS: Final = Rows.read(RESULTS)
+#: What looks measured: a number with a fraction, or with a unit.
+MEASURED: Final = re.compile(r"(?<![\w.-])\d[\d,]*(?:\.\d+(?! or newer)| (?=%|GB|s\b|TFLOP))[^\s|]*(?: (?:%|GB|s))?")
+
+
+def spread(values: Iterable[float], digits: int, factor: float = 1.0) -> str:
+    found = [f"{factor * value:.{digits}f}" for value in sorted(values)]
+    return found[0] if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
+
+
+class Ratios:
+    """Of two systems' step times and GPU memory, on each host that has both."""
+
+    def __init__(self, rows: Rows, above: str, below: str, batch: int = 8) -> None:
+        fields = ("step_s", "gpu_peak_gb")
+        found = [[here.ratio(above, below, batch, field) for field in fields] for here in rows.by_host()]
+        self.found = [(step, memory) for step, memory in found if step is not None and memory is not None]
+
+    def __str__(self) -> str:
+        """Two cells of a table."""
+        steps, memories = zip(*self.found, strict=True)
+        return f"| {spread(steps, 2)} | {spread(memories, 0, 100)} % |"
+
+
+ALONE: Final = ROWS.on_ranks(False)
+
+
+def usual() -> str:
+    found = Ratios(ALONE.where(shape="3b"), AUTO, "no-offload")
+    return f"the default, on {len(found.found)} hosts {found}"
+
+
+def missed() -> str:
+    found = Ratios(ALONE.where(shape="3b"), AUTO, "no-offload").found
+    return f"{sum(memory > 0.4 for _, memory in found)} of {len(found)} hosts"
+
+
+def clipped() -> str:
+    rows = Rows(row for row in ALONE if row["label"] == ALWAYS_CLIPPED or row["system"] == "no-offload")
+    found = Ratios(rows, f"{AUTO} {ALWAYS_CLIPPED}", "no-offload")
+    return f"every step clipped, on {len(found.found)} hosts {found}"
+
+
+def lean() -> str:
+    """Without the host that was busy, which the page of benchmarks names."""
+    found = Ratios(ALONE, f"{ROAMING} {LEAN[15.5]}", "no-offload")
+    whole = len(found.found)
+    found.found.remove(max(found.found))
+    return f"below 15.5 GiB, on {len(found.found)} of {whole} hosts {found}"
+
+
+def batch_1() -> str:
+    found = Ratios(ALONE, AUTO, "no-offload", 1)
+    found.found += Ratios(ALONE, f"{AUTO} eager", "no-offload eager", 1).found
+    return f"kernels; on {len(found.found)} hosts {found}"
+
+
+def beside_fsdp2(gpus: int) -> str:
+    here = Rows(row for row in ROWS.where(shape="7b", clip=0.0, label="") if row.get("ranks") == gpus)
+    return str(Ratios(here, AUTO, RESIDENT))
+
+
+def gpt2(batch: int) -> str:
+    return str(Ratios(ROWS.where(part="gpt2", label="", shape="gpt2-large"), AUTO, RESIDENT, batch))
+
+
+def times_as_fast(system: str) -> str:
+    slower = [here.ratio(system, AUTO) for here in ALONE.where(shape="3b", label="").by_host()]
+    return spread((value for value in slower if value is not None), 1)
+
+
+def peers() -> str:
+    return (
+        f"it is {times_as_fast('torchao-fp32')} times as fast as torchao, {times_as_fast('deepspeed-zero2')} times as "
+        f"DeepSpeed ZeRO-2 and {times_as_fast('fsdp2')} times as FSDP2's CPU offload"
+    )
+
+
+def large(shape: str, field: str) -> float:
+    return known(ROWS.where(part="large", shape=shape, system=AUTO).median(field))
+
+
+def small(name: str, shape: str) -> str:
+    """A row of the table of small machines."""
+    here = Rows(row for row in ROWS.where(part="home", shape=shape) if row["system"].startswith(AUTO))
+    step_s, tokens = known(here.median("step_s")), here.last("batch") * here.last("sequence")
+    memory = " | ".join(f"{known(here.median(field)):.1f}" for field in ("gpu_peak_gb", "host_gb", "host_peak_gb"))
+    sizes = f"{here.last('batch')} × {here.last('sequence')}"
+    return f"| {name} | {sizes} | {step_s:.2f} | {round(tokens / step_s, -1):,.0f} | {memory} |"
+
+
+def below_a_cap(cap_gib: float) -> str:
+    """A row of the table of the largest models, on one GPU."""
+    here = ROWS.where(part="frontier_10b", cap_gib=cap_gib)
+    gpu, host, step_s = (known(here.median(field)) for field in ("gpu_peak_gb", "host_gb", "step_s"))
+    return f"{gpu:.1f} GB of {cap_gib:.0f} GiB, one GPU | {host:.1f} of 134 GB | {step_s:.2f} | 8 × 1024 |"
+
+
+def on_two_gpus(name: str, system: str, part: str, clip: float = 0.0) -> str:
+    """A row of the table of two GPUs, all of one host."""
+    here = ROWS.where(host="a2fd5a9a5de2", part=part, system=system, clip=clip, ranks=2)
+    return f"| {name} | {known(here.median('step_s')):.3f} | {known(here.median('gpu_peak_gb')):.1f} GB |"
+
+
+def scaling(system: str) -> str:
+    """How much of its speed is kept from one GPU to two."""
+    one, two = (ROWS.where(part="scaling", system=system, ranks=ranks).median("step_s") for ranks in (1, 2))
+    return f"{known(ratio(one, two)):.3f}"
+
+
+def on_four_gpus() -> str:
+    found = Ratios(Rows(row for row in ROWS.where(shape="7b", label="") if row.get("ranks") == 4), AUTO, RESIDENT).found
+    (less, its_memory), (more, others_memory) = sorted(found)
+    return (
+        f"7 B takes {less:.2f} times FSDP2's step at {100 * its_memory:.0f} % of its memory, and on another such "
+        f"machine {more:.2f} times at {100 * others_memory:.0f} %"
+    )
+
+
+#: What each page says of rows.
+QUOTED: Final[dict[str, list[Callable[[], str]]]] = {
+    "README.md": [
+        usual,
+        clipped,
+        lean,
+        lambda: f"Muon {Ratios(ALONE, MUON, 'no-offload-muon')}",
+        lambda: f"two H200, 7 B, beside FSDP2 {beside_fsdp2(2)}",
+        lambda: f"four H100, 7 B, beside FSDP2 {beside_fsdp2(4)}",
+        batch_1,
+        lambda: f"GPT-2 Large on two H200, batch 8, beside FSDP2 {gpt2(8)}",
+        peers,
+        lambda: (
+            f"On four H100, 41 B parameters take {large('41b', 'step_s'):.2f} s per step, with "
+            f"{large('41b', 'gpu_peak_gb'):.0f} GB of each GPU and {large('41b', 'host_gb'):.0f} GB of host memory"
+        ),
+    ],
+    "docs/several-gpus.md": [
+        lambda: on_two_gpus("FSDP2 without offload (fp32 shards, bf16 compute)", RESIDENT, "scaling"),
+        lambda: on_two_gpus('HyTrain, `k="auto"`', AUTO, "scaling"),
+        lambda: on_two_gpus("FSDP2 without offload, `clip_grad_norm_(1.0)`", RESIDENT, "ranks_clipping", 1.0),
+        lambda: on_two_gpus('HyTrain, `k="auto"`, `max_grad_norm=1.0`', AUTO, "ranks_clipping", 1.0),
+        lambda: on_two_gpus("FSDP2 with CPU offload", "fsdp2:cpu-offload", "ranks"),
+        lambda: on_two_gpus("DeepSpeed ZeRO-2 with optimizer offload", "deepspeed-zero2", "ranks"),
+        lambda: f"FSDP2 keeps {scaling(RESIDENT)} of its speed and HyTrain {scaling(AUTO)}",
+        lambda: (
+            f"batch 8 × 1024 per GPU: {large('41b', 'step_s'):.2f} s per step, {large('41b', 'tflops'):.0f} TFLOP/s "
+            f"per GPU, at {large('41b', 'gpu_peak_gb'):.0f} GB of each"
+        ),
+        lambda: f"with 21 B takes {large('21b', 'step_s'):.2f} s at {large('21b', 'gpu_peak_gb'):.0f} GB",
+        on_four_gpus,
+    ],
+    "docs/small-machines.md": [
+        lambda: small("Llama 7 B, cap 24 GiB", "7b"),
+        lambda: small("Llama 3, 8 B, cap 24 GiB", "llama3-8b"),
+        lambda: small("Llama 3.4 B, cap 12 GiB", "3b"),
+    ],
+    "docs/studies.md": [
+        lambda: f"| 9.8 B, activations in host memory | {below_a_cap(8.0)}",
+        lambda: f"| 9.8 B | {below_a_cap(32.0)}",
+    ],
+    "docs/benchmarks.md": [
+        missed,
+        lambda: f"{Ratios(ALONE, f'{AUTO} eager', 'no-offload eager', 1).found[-1][0]:.3f} on one of two more",
+    ],
+}
+#: Numbers of the README that nobody has measured: versions, sizes, and what follows from the number of bytes.
+GIVEN: Final = re.compile(
+    r"3\.4 B|below 15\.5 GiB|14 GB per|12 GB where|24 GB card|(?:Python|torch|Version|License) \d\.\d+"
+)
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("page", QUOTED)
+def test_a_page_has_the_rows_numbers(page: str) -> None:
+    text = flat((ROOT / page).read_text())
+    for quote in QUOTED[page]:
+        assert flat(quote()) in text
+
+
+def test_the_readme_has_no_other_measured_numbers() -> None:
+    """One without a row would not be noticed once it is wrong."""
+    text = flat(re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(), flags=re.DOTALL))
+    for quote in QUOTED["README.md"]:
+        text = text.replace(flat(quote()), "")
+    assert MEASURED.findall(GIVEN.sub("", text)) == []
