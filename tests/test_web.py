@@ -413,7 +413,8 @@ def test_charts_follow_a_run_with_several_records_in_an_event(tmp_path: Path, mo
     """Steps are shorter than the time between events. The x axis ends with the last step."""
     feed = Waiting(run(tmp_path / "one", [record(step) for step in range(1, 9)]))
     (probe := tmp_path / "probe.js").write_text(
-        "setInterval(() => (document.body.dataset.until = hytrain.charts[0].plot.scales.x.max), 50);"
+        "setInterval(() => (document.body.dataset.until = "
+        "[...new Set(hytrain.charts.filter((one) => one.plot).map((one) => one.plot.scales.x.max))]), 50);"
     )
     monkeypatch.setattr(report, "SCRIPTS", (*report.SCRIPTS, str(probe)))
 

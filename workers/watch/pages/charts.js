@@ -8,7 +8,8 @@ const hytrain = (() => {
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const number = (value) => (value == null ? "–" : value.toLocaleString("en", { maximumSignificantDigits: 5 }));
   const says = (line) => line.values.some((value) => value !== 0); // a line of zeros says nothing
-  const joined = (chart) => uPlot.join(chart.lines.map((line) => [line.steps, line.values]));
+  // Copies: uPlot may keep the arrays that it is given, and what it has drawn is to stay as it is while lines grow.
+  const joined = (chart) => uPlot.join(chart.lines.map((line) => [[...line.steps], [...line.values]]));
 
   function describe(chart) {
     const told = chart.lines.map(({ label, values }) => `${label} from ${number(values[0])} to ${number(values.at(-1))}`);
