@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -181,6 +182,8 @@ def test_it_shows_what_the_run_records_and_passes_commands_on(tmp_path: Path) ->
             assert launcher.wait() == 0
             assert follower.wait() == 0, "a run's end is no failure of its follower"
     gone = ask(str(tmp_path / "run"), "--once")
+    assert gone.returncode == 0 and re.search(r"^state +ended$", gone.stdout, re.MULTILINE)
+    gone = ask(str(tmp_path / "run"), "--set-k", "0.5")
     assert gone.returncode == 2 and "not live" in gone.stderr
 
 

@@ -183,8 +183,13 @@ def test_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "has no metrics.jsonl" in capsys.readouterr().err
     assert monitor.main(["report", str(folder), "--out", str(tmp_path / "none" / "x.html")]) == 2
     assert "choose another with --out" in capsys.readouterr().err
-    assert monitor.main([str(folder)]) == 2
-    assert f"hytrain-monitor report {folder} writes a page" in capsys.readouterr().err
+    for look in ([], ["--once"]):
+        assert monitor.main([str(folder), *look]) == 0
+        said = capsys.readouterr().out
+        assert re.search(r"^state +ended$", said, re.M) and re.search(r"^steps +8$", said, re.M)
+        assert f"hytrain-monitor report {folder} writes a page" in said
+    assert monitor.main([str(folder), "--set-k", "0.5"]) == 2
+    assert f"the run in {folder} is not live" in capsys.readouterr().err
     run(tmp_path / "two", [{"loss": 1.0}])
     with pytest.raises(ConfigError, match="no record of a step"):
         report.read(tmp_path / "two")

@@ -381,6 +381,17 @@ class Waiting(Feed):
         return told
 
 
+def test_ended_runs_have_the_page_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, served = run(tmp_path / "one", [record(1), record(2)]), list[Any]()
+    monkeypatch.setattr(web, "serve", lambda runs, port, token: served.extend(runs))
+    assert monitor.main([str(folder), str(folder), "--web"]) == 0
+    [(feed, statuses)] = served
+    feed.follow(statuses)
+    page = Client([feed], TOKEN).get("/").text
+    assert "<h1>one</h1>" in page and [line["steps"] for line in drawn(page)["Loss"]["lines"]][0] == [1, 2]
+    assert told_of(feed, folder)["state"] == "the run has ended"
+
+
 def test_a_browser_follows_the_run(tmp_path: Path) -> None:
     """In Chromium: values move, charts and plans grow, a timeline comes, the end is told, and its console is empty."""
     feed, other = Waiting(run(tmp_path / "one", [])), followed(at(3, loss=9.0), folder=run(tmp_path / "two", []))

@@ -31,7 +31,7 @@ from hytrain.readable import age
 from protocol import messages as m
 from workers import run_folder
 from workers.exits import EXIT_USAGE
-from workers.watch import report, timeline, web
+from workers.watch import report, story, timeline, web
 from workers.watch import status_text as text
 from workers.watch.alerts import Alerts
 from workers.watch.observer import FIRST_S, Observer, followed
@@ -74,6 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _prune(arguments.run, arguments.keep)
         if arguments.web is not None:
             return _serve(arguments)
+        looks = not (arguments.command or arguments.follow or arguments.json)
+        if looks and (folder := _ended(arguments.run)) is not None:
+            print(report.as_text(story.read(folder)))
+            print(f"\nhytrain-monitor report {arguments.run} writes a page about it, and --web shows it")
+            return 0
         with Client(find(arguments.run, alone=arguments.command is not None)) as client:
             return _run(client, arguments)
     except KeyboardInterrupt:
@@ -176,10 +181,12 @@ def _order(client: Client, command: m.Command) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    """Serve the page of one run, or of several side by side."""
-    token, wanted = _web_token(arguments.web_token_file), map(find, arguments.runs or [None])
+    """Serve the page of one run, or of several side by side, live or ended."""
+    token, wanted = _web_token(arguments.web_token_file), arguments.runs or [None]
+    ended = dict.fromkeys(folder for run in wanted if (folder := _ended(run)) is not None)
+    live = [find(run) for run in wanted if _ended(run) is None]
     with ExitStack() as stack:
-        clients = [stack.enter_context(Client(run)) for run in {run.socket_dir: run for run in wanted}.values()]
+        clients = [stack.enter_context(Client(run)) for run in {run.socket_dir: run for run in live}.values()]
         folders = [Path(client.run.run_dir) for client in clients]
         names = [client.run.run_name for client in clients]
         if len(set(names)) < len(names):
@@ -188,8 +195,26 @@ def _serve(arguments: argparse.Namespace) -> int:
             (web.Feed(name, folder, Observer(client.run).look), client.statuses())
             for name, folder, client in zip(names, folders, clients, strict=True)
         ]
+        runs += [(web.Feed(folder.name, folder, _nobody), iter(())) for folder in ended]
         web.serve(runs, arguments.web, token)
     return 0
+
+
+def _ended(wanted: str | None) -> Path | None:
+    """The folder of a run that is named and has ended; None if it is live, or is not there."""
+    if wanted is None:
+        return None
+    try:
+        find(wanted)
+    except ConfigError:
+        folder = run_folder.containing("metrics.jsonl", wanted)
+        return None if folder is None else folder.resolve()
+    return None
+
+
+def _nobody(status: m.Status) -> Snapshot:
+    """What the processes of a run that has ended use."""
+    return Snapshot(status, ())
 
 
 def _web_token(file: str | None) -> str:

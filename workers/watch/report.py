@@ -95,6 +95,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def as_text(story: Story) -> str:
+    """The summary for a terminal, and the last plan's reason."""
+    told = [(name, tell(story)) for name, tell in FACTS]
+    if story.plans:
+        told.append(("the last plan", f"k={story.plans[-1].k:.2f}: {story.plans[-1].reason}"))
+    rows = [("run", str(story.run.folder)), *((name, text) for name, text in told if text)]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in rows)
+
+
 def _folder(wanted: str) -> Path:
     if (folder := run_folder.containing("metrics.jsonl", wanted)) is not None:
         return folder.resolve()
