@@ -5,8 +5,11 @@ If a row comes, or a page is written anew, the failed test shows the text that t
 
 from __future__ import annotations
 
+import csv
 import re
+import statistics
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -137,6 +140,39 @@ def on_four_gpus() -> str:
     )
 
 
+def of_csv(name: str) -> str:
+    """The body of a table that is a file as it stands."""
+    with (RESULTS / f"{name}.csv").open() as file:
+        return "\n".join(f"| {' | '.join(row)} |" for row in list(csv.reader(file))[1:])
+
+
+def quality() -> str:
+    """How losses end, by state: of each seed, their mean, and their standard deviation."""
+    names = {
+        "exact": "HyTrain bf16",
+        "moments in bf16": "HyTrain bf16, bf16 moments",
+        "moments in float8": "HyTrain bf16, float8 moments",
+        "moments in bf16, without masters": "HyTrain bf16, bf16 moments, no masters",
+        "bitsandbytes: 8-bit moments, without masters": "bitsandbytes, 8-bit moments, no masters",
+    }
+    with (RESULTS / "curves-states-h100.csv").open() as file:
+        *_, last = csv.DictReader(file)
+    lines = []
+    for name, system in names.items():
+        losses = [float(last[f"{system}, seed {seed}"]) for seed in (1, 2, 3)]
+        each = ", ".join(f"{loss:.4f}" for loss in losses)
+        lines.append(f"| {name} | {each} | {statistics.mean(losses):.4f} | {statistics.stdev(losses):.4f} |")
+    return "\n".join(lines)
+
+
+def muon(name: str, system: str) -> str:
+    here, base = ROWS.where(part="muon", system=system), ROWS.where(part="muon", system="no-offload-muon")
+    step_s, memory = (known(ratio(here.median(each), base.median(each))) for each in ("step_s", "gpu_peak_gb"))
+    k = f"{known(here.median('k')):.2f}".replace("1.00", "1").replace("0.00", "0")
+    numbers = f"{known(here.median('step_s')):.3f} | {step_s:.3f} | {known(here.median('gpu_peak_gb')):.1f}"
+    return f"| {name} | {k} | {numbers} | {100 * memory:.0f} % |"
+
+
 #: What each page says of rows.
 QUOTED: Final[dict[str, list[Callable[[], str]]]] = {
     "README.md": [
@@ -173,10 +209,15 @@ QUOTED: Final[dict[str, list[Callable[[], str]]]] = {
         lambda: small("Llama 7 B, cap 24 GiB", "7b"),
         lambda: small("Llama 3, 8 B, cap 24 GiB", "llama3-8b"),
         lambda: small("Llama 3.4 B, cap 12 GiB", "3b"),
+        quality,
     ],
     "docs/studies.md": [
         lambda: f"| 9.8 B, activations in host memory | {below_a_cap(8.0)}",
         lambda: f"| 9.8 B | {below_a_cap(32.0)}",
+        lambda: muon('HyTrain, `k="auto"`', MUON),
+        lambda: muon("HyTrain, `k=1`", "hytrain-muon:1"),
+        lambda: muon("HyTrain, `k=0`", "hytrain-muon:0"),
+        *(partial(of_csv, name) for name in ("digits-h200", "decoder-h200", "cotraining-h200", "cotraining-busy-h100")),
     ],
     "docs/benchmarks.md": [
         missed,
