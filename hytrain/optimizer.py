@@ -26,7 +26,7 @@ from hytrain.model.layers import clean
 from hytrain.model.parts import Parts
 from hytrain.model.watched import unwatched
 from hytrain.options import TABLE
-from hytrain.readable import nearest
+from hytrain.readable import nearest, size
 from hytrain.run.ranks import Ranks
 from hytrain.started import StartedOptimizer
 from hytrain.statistics import Statistics
@@ -249,15 +249,20 @@ class Optimizer(StartedOptimizer):
                 raise UsageError(f"add_gradients() got {given} for {name}: {wanted}")
         return self._engine.add_gradients([gradients.get(name) for name in named])
 
-    def limit_memory(self, gpu: int | None = None, host: int | None = None) -> None:
-        """Change `gpu_memory_limit` and `host_memory_limit` while training, in bytes. None leaves one as it is.
+    def limit_memory(self, gpu: int | str | None = None, host: int | str | None = None) -> None:
+        """Change `gpu_memory_limit` and `host_memory_limit` while training, as "24GiB" or in bytes. None leaves one.
 
         The next plans keep to it: state moves, and gives memory back, over some steps.
         """
-        for name, nbytes in (("gpu", gpu), ("host", host)):
-            if nbytes is not None and operator.index(nbytes) < 0:
-                raise ConfigError(f"limit_memory({name}={nbytes}): give bytes, at least 0")
-        self._session.limit_memory(gpu=gpu, host=host)
+        limits: dict[str, int | None] = {}
+        for name, given in (("gpu", gpu), ("host", host)):
+            try:
+                limits[name] = None if given is None else operator.index(size(given))
+            except ValueError as error:
+                raise ConfigError(f"limit_memory({name}={given!r}): {error}") from None
+            if (limits[name] or 0) < 0:
+                raise ConfigError(f"limit_memory({name}={given}): give bytes, at least 0")
+        self._session.limit_memory(**limits)
 
     def park(self, weights: bool = False) -> None:
         """Give back the GPU memory that HyTrain holds between two steps, until `resume`: state, slots, fetched weights.

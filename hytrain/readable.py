@@ -21,7 +21,7 @@ def gib(size: int) -> str:
 
 def size(given: int | str) -> int:
     """Bytes, from a number of them or a text with a unit. Raises `ValueError`."""
-    if isinstance(given, int):
+    if not isinstance(given, str):
         return given
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", given.strip(), re.IGNORECASE)
     if match is None or not (match[2] or (match[1].isdecimal() and not 0 < int(match[1]) < LEAST)):

@@ -296,3 +296,5 @@ def test_memory_limits_change_while_training() -> None:
         train_until(lambda: len(opt.statistics().gpu_layers) == len(opt._session.layers), model, opt, 1)
         with pytest.raises(ConfigError, match=r"limit_memory\(gpu=-1\): give bytes"):
             opt.limit_memory(gpu=-1)
+        with pytest.raises(ConfigError, match=r"limit_memory\(gpu='24'\): a size has a unit"):
+            opt.limit_memory(gpu="24")

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from hytrain.readable import size
 from protocol import messages as m
 
 MAX_THREADS: Final = 9999
-UNITS: Final = {"GiB": 1 << 30, "GB": 10**9, "": 1}
+MOST_BYTES: Final = 1 << 62
 LIMITS: Final = ("gpu_memory_limit", "host_memory_limit")
 
 
@@ -86,14 +87,13 @@ _KEPT: Final = ("policy", "k", "objective", "threads", "limits")
 
 
 def _bytes(name: str, value: str, other: str = "") -> int:
-    unit = next(unit for unit in UNITS if value.endswith(unit))
     try:
-        nbytes = float(value.removesuffix(unit)) * UNITS[unit]
+        nbytes = int(value) if value.isdecimal() else size(value)
     except ValueError:
-        nbytes = math.nan
-    if not 0.0 <= nbytes < 1 << 62:
+        nbytes = MOST_BYTES
+    if nbytes >= MOST_BYTES:
         raise ValueError(f"{name} is {value!r}: give bytes, as in 24GiB{other}")
-    return int(nbytes)
+    return nbytes
 
 
 #: The commands that a monitor may send.

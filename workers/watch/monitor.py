@@ -46,8 +46,8 @@ SETTINGS: Final = (
     ("k", "K", 'fraction of the parameters that the GPU owns, or "auto"'),
     ("threads", "N", "number of the optimizer's threads, at most one per core"),
     ("policy", "NAME", 'policy that decides what the GPU owns, such as "deadline"'),
-    ("gpu_memory_limit", "BYTES", 'the GPU memory to plan with, as in 24GiB, or "none" for all that is free'),
-    ("host_memory_limit", "BYTES", "the most host memory for planes of each rank, as in 64GiB"),
+    ("gpu_memory_limit", "SIZE", 'the GPU memory to plan with, as in 24GiB, or "none" for all that is free'),
+    ("host_memory_limit", "SIZE", "the most host memory for planes of each rank, as in 64GiB"),
     ("objective", "NAME", 'what to optimize: "speed", "gpu-memory" or "host-memory"'),
 )
 #: What a command can make a run do besides. Those without a value have none.
