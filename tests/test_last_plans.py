@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from test_planner_placements import GB, Machine, Run, require_a_good_plan
 
+from hytrain.planner.contention import USUAL_STEPS
 from protocol import messages as m
 from protocol.placement import Places
 from workers.coordinate.last_plans import LastPlans
-from workers.planning.last import REST_STEPS, LastPlan, same
+from workers.planning.last import LastPlan, same
 
 MACHINE = Machine(work_s=1.2, cap=25 * GB, others=7 * GB, host=118 * GB, blocks=24)  # both memories are full
 LEAN = "the first plan, before a step is measured"
@@ -40,7 +41,7 @@ def began(last: LastPlan | None, machine: Machine = MACHINE) -> Run:
 def test_a_plan_is_kept_when_it_rests(first: Run, last: LastPlan) -> None:
     assert last == LastPlan(places=first.now.places, shares=first.planning._shares, gpu_bytes=MACHINE.cap)
     assert len(first.remembered) == 1, "each is told once, and those that soon gave way are not"
-    first.steps(REST_STEPS)
+    first.steps(USUAL_STEPS)
     assert len(first.remembered) == 1
 
 
@@ -63,7 +64,7 @@ def test_another_machine_is_noticed(last: LastPlan) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda last: {"gpu_bytes": last.gpu_bytes * 1.02},
+        lambda last: {"gpu_bytes": last.gpu_bytes + (1 << 30)},
         lambda last: {"places": Places(last.places.names[:-1])},
         lambda last: {"places": Places(("gpu",) * len(last.places))},
         lambda last: {"places": Places(("cpu",) * len(last.places))},

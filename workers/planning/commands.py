@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -10,8 +11,6 @@ from hytrain.readable import size
 from protocol import messages as m
 
 MAX_THREADS: Final = 9999
-MOST_BYTES: Final = 1 << 62
-LIMITS: Final = ("gpu_memory_limit", "host_memory_limit")
 
 
 class Wishes:
@@ -29,10 +28,10 @@ class Wishes:
     @property
     def kept(self) -> dict[str, Any]:
         """All of them, for `take`: by another coordinator, or for layers with which the same training goes on."""
-        return {name: getattr(self, name) for name in _KEPT}
+        return {name: value for name, value in vars(self).items() if name != "_table"}
 
     def take(self, kept: Mapping[str, Any]) -> None:
-        self.policy, self.k, self.objective, self.threads, self.limits = (kept[name] for name in _KEPT)
+        vars(self).update(kept)
 
     @property
     def shares(self) -> tuple[float | None, float | None]:
@@ -77,23 +76,19 @@ class Wishes:
         self.threads = int(value)
 
     def _limit_gpu(self, value: str) -> None:
-        self.limits = {**self.limits, LIMITS[0]: None if value == "none" else _bytes(LIMITS[0], value, ', or "none"')}
+        self._limit("gpu_memory_limit", None if value == "none" else value, ', or "none"')
 
     def _limit_host(self, value: str) -> None:
-        self.limits = {**self.limits, LIMITS[1]: _bytes(LIMITS[1], value)}
+        self._limit("host_memory_limit", value)
 
-
-_KEPT: Final = ("policy", "k", "objective", "threads", "limits")
-
-
-def _bytes(name: str, value: str, other: str = "") -> int:
-    try:
-        nbytes = int(value) if value.isdecimal() else size(value)
-    except ValueError:
-        nbytes = MOST_BYTES
-    if nbytes >= MOST_BYTES:
-        raise ValueError(f"{name} is {value!r}: give bytes, as in 24GiB{other}")
-    return nbytes
+    def _limit(self, name: str, value: str | None, other: str = "") -> None:
+        try:
+            nbytes = None if value is None else int(value) if value.isdecimal() else size(value)
+        except ValueError:
+            nbytes = -1
+        if nbytes is not None and not 0 <= nbytes <= sys.maxsize:
+            raise ValueError(f"{name} is {value!r}: give bytes, as in 24GiB{other}")
+        self.limits = {**self.limits, name: nbytes}
 
 
 #: The commands that a monitor may send.

@@ -10,19 +10,14 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Final
 
+from hytrain.planner.contention import USUAL_STEPS
 from hytrain.planner.policies import Decision
 from protocol import messages as m
 from protocol.placement import Places
 from workers.effects import Command, Remember
 from workers.planning.commands import Wishes
 from workers.planning.room import Room
-
-#: After so many steps without another plan, a plan rests.
-REST_STEPS: Final = 20
-#: The GPU has as much room for state as then, if it has at least this part of it: programs differ by some megabytes.
-SAME_ROOM: Final = 0.99
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +41,7 @@ class LastPlan:
             return False
         if any(layer.stays_on_device and layer.lid in self.places.cpu for layer in table.layers):
             return False
-        if table.gpu_bytes is not None and table.gpu_bytes < SAME_ROOM * (self.gpu_bytes or 0):
+        if table.gpu_bytes is not None and table.gpu_bytes >> 30 < (self.gpu_bytes or 0) >> 30:  # a GiB less
             return False
         limits = room.limits.gpu_state_bytes, room.limits.host_bytes
         taken = zip(room.bytes_of(self.places), limits, strict=True)
@@ -67,7 +62,7 @@ class Last:
 
     def changed(self, step: int) -> None:
         """From this step on, there are other placements."""
-        self._rests_at = step + REST_STEPS
+        self._rests_at = step + USUAL_STEPS  # without another plan, it rests
 
     def keeps(self, step: int, wishes: Wishes, places: Places, shares: tuple[float, float]) -> list[Command]:
         """Have these placements kept once they rest, unless they come from commands."""

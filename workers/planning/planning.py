@@ -24,7 +24,7 @@ from protocol.address import Address
 from protocol.handles import Precision
 from protocol.placement import CPU, Places
 from workers.effects import Command, Note, Send
-from workers.planning.commands import LIMITS, Wishes
+from workers.planning.commands import Wishes
 from workers.planning.evictions import Evictions
 from workers.planning.facts import facts, sizes_of
 from workers.planning.last import Last, LastPlan
@@ -353,15 +353,16 @@ class Planning:
             return m.CommandReply(ok=False, text=str(error)), []
         self._planned_at = self._rest = None
         commands = self._change_threads(self.wishes.threads) if name == "threads" and self.wishes.threads else []
-        commands += self._limit_memory(name) if name in LIMITS else []
+        commands += self._limit_memory(name) if name in self.wishes.limits else []
         most = " (at most one per core of the optimizer)" if name == "threads" else ""
         return m.CommandReply(ok=True, text=f"{name}={value}{most} from the next plan on"), commands
 
     def _limit_memory(self, commanded: str = "") -> list[Command]:
         """Of the GPU's, the trainer has what was commanded before."""
-        gpu, host = LIMITS
-        self.room.limit_host(self.wishes.limits.get(host))
-        return [Send(self._trainer, m.SetGpuMemory(nbytes=self.wishes.limits[gpu]))] if commanded == gpu else []
+        self.room.limit_host(self.wishes.limits.get("host_memory_limit"))
+        if commanded != "gpu_memory_limit":
+            return []
+        return [Send(self._trainer, m.SetGpuMemory(nbytes=self.wishes.limits[commanded]))]
 
     def _change_threads(self, threads: int) -> list[Command]:
         if self.measured.change_threads(threads, self._step):
