@@ -8,6 +8,7 @@ commands: k, policy, objective, threads ─▶ the next plan at once
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Final
@@ -16,7 +17,7 @@ from hytrain.planner.book import MeasurementBook, Rates
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.moves import first_part
 from hytrain.planner.policies import Decision, drawn_offloads, drawn_visits, first_lids
-from hytrain.planner.profile import Order, Profile, Question
+from hytrain.planner.profile import LayerFacts, Order, Profile, Question
 from hytrain.planner.simulate import simulate
 from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
@@ -92,7 +93,7 @@ class Planning:
         self._ledger = PlanLedger.after(message.plan, message.places, holds=message.holds)
         self.plan, self.reason, self.predicted_step_s = message.plan, message.plan.reason, None
         self.moved, self.mode.skipped = message.moved, message.skipped
-        self._planned, self._shares = self._shares_of(message.plan.places), self._shares_of(message.places)
+        self._planned, self._shares = _shares(self._facts, message.plan.places), _shares(self._facts, message.places)
         self._step = message.step - 1
         self.measured.rejoin(message.step)
         self.mode.is_told = False
@@ -230,13 +231,6 @@ class Planning:
         was_told, self.reason = self.reason.startswith(what), f"{what}: {why}"
         return [] if was_told else [Note(self.reason)]
 
-    def _shares_of(self, places: Places) -> tuple[float, float]:
-        numel = sum(fact.numel for fact in self._facts)
-        visiting, resting = (
-            sum(self._facts[lid].numel for lid in lids) / numel for lids in (places.visiting, places.offloaded)
-        )
-        return visiting, resting
-
     def _profile(self) -> Profile | None:
         """The book's, with the present shares."""
         profile, (visit, offload) = self._book.profile(), self._shares
@@ -265,7 +259,7 @@ class Planning:
             predicted_s = None
             reason = f"first what there is room for; {reason}"
         is_as_wanted = self.wishes.policy != "random" and places == whole
-        self._planned = shares if is_as_wanted else self._shares_of(places)
+        self._planned = shares if is_as_wanted else _shares(self._facts, places)
         plan = self.plan = self._ledger.propose(
             m.Plan(
                 plan_id=self._ledger.next_id,
@@ -307,7 +301,7 @@ class Planning:
     def on_applied(self, applied: m.PlanApplied) -> list[Command]:
         self._ledger.on_applied(applied)
         as_planned = self.plan is not None and applied.places == self.plan.places  # it had room
-        self._shares = self._planned if as_planned else self._shares_of(applied.places)
+        self._shares = self._planned if as_planned else _shares(self._facts, applied.places)
         self._rest = self._rest if as_planned else None
         self._last.changed(applied.step)
         self.moved += applied.moved
@@ -336,7 +330,7 @@ class Planning:
     def on_evicted(self, evicted: m.Evicted) -> list[Command]:
         """The trainer has moved a layer alone. What was to move beside it may have no room."""
         self._ledger.on_evicted(evicted.lid)
-        self._shares, self._rest, self._planned_at = self._shares_of(self.places), None, None
+        self._shares, self._rest, self._planned_at = _shares(self._facts, self.places), None, None
         self._last.changed(evicted.step)
         self.measured.moved(evicted.step)
         self.room.evicted()
@@ -399,6 +393,13 @@ class Planning:
         self._ledger.check()
         self.measured.check()
         self.mode.check()
+
+
+def _shares(layers: Sequence[LayerFacts], places: Places) -> tuple[float, float]:
+    """Those of visits and of offloaded weights."""
+    numel = sum(layer.numel for layer in layers)
+    visiting, resting = (sum(layers[lid].numel for lid in lids) / numel for lids in (places.visiting, places.offloaded))
+    return visiting, resting
 
 
 def _precision(table: m.LayerTable) -> dict[str, Any]:
