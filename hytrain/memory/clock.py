@@ -29,7 +29,7 @@ _streams: Final[dict[tuple[int, int, int], torch.cuda.Stream]] = {}
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:
     """What `torch.cuda.current_stream` returns, without making a new object each time: hooks ask for each gradient."""
-    which = torch._C._cuda_getCurrentStream(device.index)
+    which = torch._C._cuda_getCurrentStream(torch.cuda.current_device() if device.index is None else device.index)
     if (known := _streams.get(which)) is None:
         known = _streams[which] = torch.cuda.current_stream(device)
     return known

@@ -67,7 +67,7 @@ def borrower() -> Iterator[Borrower]:
 
 def at(opt: hytrain.AdamW) -> str:
     """Where a run is whose temporary folder is another one."""
-    return opt._session._cluster.socket_dir
+    return opt._session.place.cluster.socket_dir
 
 
 def digests(model: nn.Module) -> dict[str, str]:
@@ -366,7 +366,7 @@ def test_who_cannot_attach_is_told() -> None:
     model = perceptron()
     with borrower() as attached:
         with adamw(model, k=0.5, updates="backward") as opt:
-            run, name = opt.run_dir, opt._session._cluster.run_name
+            run, name = opt.run_dir, opt._session.place.cluster.run_name
             assert attached(f"attach {run}") == (
                 f"ConfigError: the run {name} has lent no weights yet: its trainer calls opt.lend_weights()"
             )
@@ -398,7 +398,7 @@ def test_who_cannot_attach_is_told() -> None:
 
 def test_the_token_of_another_run_opens_nothing() -> None:
     with adamw(perceptron(), k=0.5) as opt, opt.lend_weights():
-        cluster = opt._session._cluster
+        cluster = opt._session.place.cluster
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
             asking.connect(lender.door(cluster.socket_dir, opt._session.place.rank))
             for token in ("", "ä", cluster.token[:-1]):
@@ -417,7 +417,7 @@ def test_another_user_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lender, "peer", lambda connection: (1, os.getuid() + 1))
     with adamw(perceptron(), k=0.5) as opt, opt.lend_weights():
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
-            asking.connect(lender.door(opt._session._cluster.socket_dir, opt._session.place.rank))
+            asking.connect(lender.door(opt._session.place.cluster.socket_dir, opt._session.place.rank))
             assert lender.receive(asking) is None
         assert opt._engine._lending.borrowers == set()
 
