@@ -383,6 +383,7 @@ def test_limits_on_memory_arrive(tmp_path: Path) -> None:
     resolved = ClusterConfig.resolve(flags=flags, environment={})
     assert (resolved.gpu_memory_limit, resolved.host_memory_limit) == (24 * 10**9, 10**9)
     assert ClusterConfig.resolve(flags={"host_memory_limit": "0"}, environment={}).host_memory_limit == 0
+    assert ClusterConfig.resolve(flags={"host_memory_limit": "0"}, environment={}).host_memory_limit == 0
     for given, limit in (("24GiB", 24 << 30), (24 << 30, 24 << 30), (None, None)):
         with adamw(perceptron(), gpu_memory_limit=given):
             assert gpu_memory(torch.device("cpu")).limit == limit
