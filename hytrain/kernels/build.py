@@ -93,7 +93,7 @@ def variant_flags(variant: str, machine: str = platform.machine()) -> tuple[str,
 
 def _load(library: Path) -> ctypes.CDLL:
     """A machine without a compiler may not have OpenMP's library either. torch brings one of the same name."""
-    _log.info("loading %s", library)
+    _log.debug("loading %s", library)
     try:
         return ctypes.CDLL(str(library))
     except OSError:
