@@ -30,6 +30,8 @@ __all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon", "Optimizer"]
 class Adam(Optimizer):
     """Adam (Kingma & Ba, 2015), as in `torch.optim.Adam`.
 
+    The other options are those of `Optimizer`, which also says what is raised.
+
     Args:
         params: As for `Optimizer`.
         lr: Learning rate.
@@ -39,7 +41,6 @@ class Adam(Optimizer):
         amsgrad: HyTrain has only False.
         maximize: Maximize the objective instead of minimizing it.
         param_groups: As for `Optimizer`.
-        options: The other options of `Optimizer`, which also says what is raised.
     """
 
     algorithm = algorithms.ADAM
@@ -93,6 +94,8 @@ class SGD(Optimizer):
     With momentum, it has 4 bytes of state per parameter, and none without, besides the masters of 16-bit weights.
     A group's momentum may change, but not between 0 and other numbers.
 
+    The other options are those of `Optimizer`, which also says what is raised.
+
     Args:
         params: As for `Optimizer`.
         lr: Learning rate.
@@ -102,7 +105,6 @@ class SGD(Optimizer):
         nesterov: Nesterov's momentum. It needs a momentum, and no dampening.
         maximize: Maximize the objective instead of minimizing it.
         param_groups: As for `Optimizer`.
-        options: The other options of `Optimizer`, which also says what is raised.
     """
 
     algorithm = algorithms.SGD
@@ -131,6 +133,8 @@ class Lion(Optimizer):
     Each weight moves by the learning rate, in the direction of a sign. So the authors advise a learning rate 3 to 10
     times smaller than AdamW's, and a weight decay as many times larger.
 
+    The other options are those of `Optimizer`, which also says what is raised.
+
     Args:
         params: As for `Optimizer`.
         lr: Learning rate.
@@ -138,7 +142,6 @@ class Lion(Optimizer):
         weight_decay: Decoupled weight decay.
         maximize: Maximize the objective instead of minimizing it.
         param_groups: As for `Optimizer`.
-        options: The other options of `Optimizer`, which also says what is raised.
     """
 
     algorithm = algorithms.LION
@@ -164,6 +167,8 @@ class Muon(Optimizer):
     A matrix moves by its momentum, made orthogonal. That takes the whole matrix and a GPU: the momentum is on the GPU,
     or visits it from host memory. With 4 bytes of state per parameter, no optimizer process updates it.
 
+    The other options are those of `Optimizer`, which also says what is raised.
+
     Args:
         params: As for `Optimizer`. Each group is Muon's, with parameters of two dimensions, or AdamW's, with
             `use_muon=False`. Of a model without `param_groups`, Muon has the matrices of the repeated blocks except
@@ -180,7 +185,6 @@ class Muon(Optimizer):
         param_groups: As for `Optimizer`.
         adamw: Hyperparameters of AdamW's groups, where they are not those of `torch.optim.AdamW`: `lr`, `betas`, `eps`,
             `weight_decay` and `maximize`.
-        options: The other options of `Optimizer`, which also says what is raised.
     """
 
     algorithm = algorithms.MUON
