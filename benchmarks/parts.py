@@ -48,6 +48,7 @@ class Shape(NamedTuple):
 SHAPES: Final = {
     "demo": Shape(176, 480, 5, 4, 256),
     "tiny": Shape(256, 688, 4, 4, 2048),
+    "short": Shape(2048, 5632, 8, 16, 32000),
     "1b": Shape(2048, 5632, 22, 16, 32000),
     "3b": Shape(3200, 8640, 26, 32, 32000),
     "7b": Shape(4096, 11008, 32, 32, 32000),
@@ -94,6 +95,8 @@ EXPERTS: Final = "experts"
 EAGER, COMPILED = "eager", "compiled blocks"
 #: Blocks whose activations are not recomputed.
 KEPT, GRAPHED = "eager, activations kept", "CUDA graphs, activations kept"
+#: The whole model given to torch.compile, its activations kept.
+WHOLE: Final = "whole model compiled"
 UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor again"
 #: HyTrain with all weights in host memory, but for those of layers that the GPU owns.
 OFFLOADED: Final = f"{AUTO},offload_weights=1"
@@ -143,7 +146,8 @@ class Job:
     With `ranks`, torchrun starts so many processes, a device each; `batch` is then a rank's share. `tensor` ranks form
     a tensor-parallel group. With a `schedule`, all ranks are the stages of one pipeline. With `cap_gib`, torch may
     take so much of the GPU's memory, and the model is in host memory when the system gets it. `blocks` says how blocks
-    are called: eagerly, compiled by torch.compile, or as CUDA graphs of the first segment's batch.
+    are called: eagerly, compiled by torch.compile alone or with the whole model, or as CUDA graphs of the first
+    segment's batch.
     """
 
     system: str = ""
@@ -356,6 +360,28 @@ def launches(template: Job) -> list[Job]:
             made = job(replace(template, blocks=blocks), system, *steps)
             found.append(replace(made, start_s=made.start_s + 30 * (blocks == COMPILED)))
     return found
+
+
+def compiled(template: Job) -> list[Job]:
+    """Steps that launches bound: 8 layers, eager and with the whole model compiled, beside torch's own AdamW."""
+    base, found = _shaped(template, "short"), list[Job]()
+    for blocks in (KEPT, WHOLE):
+        few = [Segment(batch=batch, label=blocks, settle=20, measure=40) for batch in (1, 8)]
+        settled = [replace(steps, patience=100) for steps in few]
+        for system, steps in (("torch-bf16", few), ("hytrain:1", few), (AUTO, settled)):
+            made = job(replace(base, blocks=blocks), system, *steps)
+            found.append(replace(made, start_s=made.start_s + 40 * (blocks == WHOLE), step_s=0.06))
+    return found
+
+
+def rest(template: Job) -> list[Job]:
+    """Every step from the first on: how soon training is at rest, and whether it stays there."""
+    steps = Segment(batch=8, label="from the first step", settle=0, measure=300)
+    caps = ((template, AUTO), (replace(template, cap_gib=15.5), ROAMING))
+    return [
+        job(template, "no-offload", replace(steps, measure=40)),
+        *(job(base, system, steps) for base, system in caps),
+    ]
 
 
 def idle(template: Job) -> list[Job]:
@@ -612,6 +638,8 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "threads": threads,
     "idle": idle,
     "launches": launches,
+    "compiled": compiled,
+    "rest": rest,
     "clipping": clipping,
     "updates": updates,
     "identical": identical,

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from benchmarks import graphs, idle, ranks, saving, text
 from benchmarks.host import used_bytes
 from benchmarks.monitors import Monitors
-from benchmarks.parts import COMPILED, GRAPHED, KEPT, ON_META, SHAPES, Job, Segment
+from benchmarks.parts import COMPILED, GRAPHED, KEPT, ON_META, SHAPES, WHOLE, Job, Segment
 from benchmarks.power import Power
 from benchmarks.rows import times_of
 from benchmarks.systems import SYSTEMS, Running, Setting, Training, Unavailable
@@ -92,11 +92,12 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
     model = build_model(job, system.dtype or job.dtype)
     if job.cap_gib:
         model = below_cap(model, job)
+    model_s = round(time.perf_counter() - began_s, 2)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # before a system takes them apart
     running = system.build(model, Setting(option, job.clip, job.segments[0].batch, run_dir, job))
     start_s = round(time.perf_counter() - began_s, 2)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    facts = {"parameters": parameters, "start_s": start_s, "versions": versions}
+    facts = {"parameters": parameters, "model_s": model_s, "start_s": start_s, "versions": versions}
     for index, segment in enumerate(job.segments):
         row: dict[str, Any] = {"index": index, "batch": segment.batch, "label": segment.label, **facts}
         try:
@@ -161,7 +162,7 @@ def build_model(job: Job, dtype: str) -> nn.Module:
     torch.set_default_dtype(getattr(torch, dtype))
     model = deferred_init(make) if is_deferred(job) else make()
     torch.set_default_dtype(torch.float32)
-    if job.device == "cuda" and not job.reads_text and job.blocks not in (KEPT, GRAPHED):
+    if job.device == "cuda" and not job.reads_text and job.blocks not in (KEPT, GRAPHED, WHOLE):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if shape.loss_chunks > 1:
         from hytrain.recipe.loss import in_chunks
@@ -170,6 +171,8 @@ def build_model(job: Job, dtype: str) -> nn.Module:
     if job.blocks == COMPILED:
         for block in find_blocks(model):
             block.compile(dynamic=False)  # kernels of each batch size
+    if job.blocks == WHOLE:
+        model.compile(dynamic=False)
     if job.blocks == GRAPHED:
         graphs.capture(model, job.segments[0].batch, job.sequence)
     return model

@@ -115,6 +115,11 @@ class Commit:
         clips = self._verdicts.takes_norms  # torch would leave clipped gradients there
         keeps = self._trip.await_update if keep and not clips else None
         for parameter in with_gradients(self._parameters):
+            if parameter.step == step:
+                self._health.refuse(
+                    f"the gradient of {parameter.name} was set in backward by a hook that ran after HyTrain's, when its "
+                    'update had begun: pass updates="step"'
+                )
             self._trip.await_update(parameter)  # perhaps nothing has read it since
             if keep and self._accumulation.is_in_place(parameter):
                 parameter.fill_in_place(step)

@@ -227,6 +227,12 @@ def gradient_by_hand(model: Any, opt: hytrain.AdamW) -> None:
     opt.step()
 
 
+def gradient_set_by_a_later_hook(model: Any, opt: hytrain.AdamW) -> None:
+    """Without reading the one before."""
+    model[0][0].weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", torch.ones(32, 32)))
+    square_loss(model, 0).backward()
+
+
 def one_gradient_dropped(model: Any, opt: hytrain.AdamW) -> None:
     model[0][0].bias.grad = None
     opt.step()
@@ -316,6 +322,7 @@ PRACTICES: list[tuple[str, Practice, str]] = [
             ("maximize", "no", r"in opt\.param_groups, maximize is 'no'"),
         )
     ),
+    ("gradient set by a later hook", gradient_set_by_a_later_hook, "by a hook that ran after HyTrain's"),
     ("create_graph", lambda model, opt: square_loss(model, 0).backward(create_graph=True), "create_graph"),
     ("scaler", use_a_scaler, 'updates="step".*without a GradScaler'),
     (
