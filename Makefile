@@ -2,7 +2,7 @@
 # what it needs.
 #
 #   make setup      HyTrain with its integrations, and what the tests need
-#   make demo       train a small Llama on real text, through three processes, on the CPU
+#   make demo       train a Llama on real text, through three processes; on a GPU, one that torch cannot train there
 #   make test       linters, types, the website and the tests that need no GPU
 #   make wheel      what is published, in build/dist: the source archive, and a wheel with the CPU kernels
 #   make docs       the website, in build/site/index.html; a broken link is an error
@@ -75,7 +75,7 @@ $(FOR_DOCS): $(READY)
 	$(call INSTALL,docs)
 
 demo: $(READY)
-	$(IN_VENV) bin/hytrain-cluster examples/demo.yaml
+	$(IN_VENV) examples/demo.py
 
 # Tests wait for processes most of the time. With more than a few at once they would wait for each other.
 test: lint docs

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from examples import demo
 from hytrain.recipe import config, model
 from hytrain.step.life import TRANSITIONS, Event, Refusal, State
 
@@ -133,3 +134,19 @@ def tree_paths(page: str) -> list[str]:
 def test_links_lead_to_files(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [link for link in LINK.findall(text) if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.spawns
+def test_the_demo_s_two_optimizers_train_alike() -> None:
+    """Its GPU half, on a CPU: the same loss to the bit, after updates."""
+    theirs, ours = demo.by_torch(0, "cpu", 3), demo.by_hytrain(0, "cpu", 3)
+    assert isinstance(theirs, demo.Measured) and theirs.loss == ours.loss
+
+
+@pytest.mark.gpu
+def test_the_demo_on_a_gpu() -> None:
+    told = subprocess.run([sys.executable, "examples/demo.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert "torch: CUDA out of memory" in told.stdout
+    assert "times torch's step" in told.stdout or "With HyTrain it does" in told.stdout
+    assert "the same bits as torch.optim.AdamW" in told.stderr
