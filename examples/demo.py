@@ -59,10 +59,11 @@ def llama(parameters: float, device: str) -> LlamaForCausalLM:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(config).train()
+        model = LlamaForCausalLM(config)
     if device != "cpu":
         model = model.to(torch.bfloat16)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
     return model
 
 
