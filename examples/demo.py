@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import psutil
 import torch
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
     loss: float
 
 
-def llama(parameters: float, device: str) -> LlamaForCausalLM:
+def llama(parameters: float, device: str) -> nn.Module:
     """A byte-level Llama of about so many parameters, or one small layer; in bf16 on a GPU."""
     layers = round(parameters / (12 * HIDDEN**2))  # 4 matrices of attention, 3 of 8/3 the width
     layers, hidden = (layers, HIDDEN) if layers else (1, 128)
@@ -59,12 +59,12 @@ def llama(parameters: float, device: str) -> LlamaForCausalLM:
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)
     if device != "cpu":
         model = model.to(torch.bfloat16)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    return model
+    trained: nn.Module = model.train()
+    return trained
 
 
 def batches(device: str, steps: int, batch: int = BATCH, sequence: int = SEQUENCE) -> Tensor:
