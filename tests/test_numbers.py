@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.goals import known
 from benchmarks.parts import ALWAYS_CLIPPED, AUTO, LEAN, MUON, RESIDENT, ROAMING
-from benchmarks.report import RESULTS
+from benchmarks.report import FRONTIERS, RESULTS
 from benchmarks.rows import Rows, ratio
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -51,6 +51,11 @@ ALONE: Final = ROWS.on_ranks(False)
 def usual() -> str:
     found = Ratios(ALONE.where(shape="3b"), AUTO, "no-offload")
     return f"the default, on {len(found.found)} hosts {found}"
+
+
+def of_no_offload(ratios: Ratios) -> str:
+    steps, memories = zip(*ratios.found, strict=True)
+    return f"{spread(steps, 2)} of the time without offload, at {spread(memories, 0, 100)} % of its GPU memory"
 
 
 def missed() -> str:
@@ -165,6 +170,17 @@ def quality() -> str:
     return "\n".join(lines)
 
 
+def origin(*each: Rows) -> str:
+    """The rows of a table that says where a chart's rows come from, the newest last."""
+    hosts = sorted((here for rows in each for here in rows.by_host()), key=lambda here: str(here[0]["at"]))
+    lines = (
+        f"| {here[0]['hardware']['gpu']} | {here[0]['at'][:10]} | {here[0]['commit']} | `{command}` |"
+        for here in hosts
+        for command in here.distinct("command")
+    )
+    return "\n".join(dict.fromkeys(lines))
+
+
 def muon(name: str, system: str) -> str:
     here, base = ROWS.where(part="muon", system=system), ROWS.where(part="muon", system="no-offload-muon")
     step_s, memory = (known(ratio(here.median(each), base.median(each))) for each in ("step_s", "gpu_peak_gb"))
@@ -187,6 +203,18 @@ QUOTED: Final[dict[str, list[Callable[[], str]]]] = {
         peers,
         lambda: (
             f"On four H100, 41 B parameters take {large('41b', 'step_s'):.2f} s per step, with "
+            f"{large('41b', 'gpu_peak_gb'):.0f} GB of each GPU and {large('41b', 'host_gb'):.0f} GB of host memory"
+        ),
+    ],
+    "docs/results.md": [
+        lambda: f"HyTrain's step takes {of_no_offload(Ratios(ALONE.where(shape='3b'), AUTO, 'no-offload'))}",
+        lambda: peers().replace("it is", "It is", 1),
+        lambda: origin(ALONE.of_part("main"), ALONE.of_part("peers")),
+        lambda: origin(*(ALONE.filled(part, "cap_gib", "system") for part in FRONTIERS)),
+        lambda: origin(ALONE.of_part("sweep")),
+        lambda: origin(ROWS.where(part="large")),
+        lambda: (
+            f"four H100 of 80 GB, ranks 0 and 3: {large('41b', 'step_s'):.2f} s per step, with "
             f"{large('41b', 'gpu_peak_gb'):.0f} GB of each GPU and {large('41b', 'host_gb'):.0f} GB of host memory"
         ),
     ],
