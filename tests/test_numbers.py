@@ -254,7 +254,8 @@ QUOTED: Final[dict[str, list[Callable[[], str]]]] = {
 }
 #: Numbers of the README that nobody has measured: versions, sizes, and what follows from the number of bytes.
 GIVEN: Final = re.compile(
-    r"3\.4 B|100 % its memory|below 15\.5 GiB|14 GB per|12 GB where|24 GB card|(?:Python|torch|Version|License) \d\.\d+"
+    r"3\.4 B|100 % its memory|below 15\.5 GiB|14 GB per|12 GB where|24 GB card|"
+    r"(?:96|64) GB (?:of host memory|if moments)|(?:Python|torch|Version|License) \d\.\d+"
 )
 
 
