@@ -33,8 +33,9 @@ def rows(parser: argparse.ArgumentParser) -> str:
     for action in parser._actions:
         if action.help in (None, argparse.SUPPRESS) or action.dest == "help":
             continue
-        name = max(action.option_strings, key=len, default=action.metavar or action.dest).replace("_", "-")
-        value = action.metavar or action.dest.upper() if action.option_strings and action.nargs != 0 else ""
+        shown = str(action.metavar or action.dest)
+        name = max(action.option_strings, key=len, default=shown).replace("_", "-")
+        value = str(action.metavar or action.dest.upper()) if action.option_strings and action.nargs != 0 else ""
         value = f"[{value}]" if action.nargs == "?" and value else value
         meaning = formatter._expand_help(action).replace(str(Path.home()), "~").replace("|", "\\|")
         found.append(f"| `{f'{name} {value}'.strip()}` | {meaning} |")
