@@ -39,7 +39,12 @@ def warn(sentence: str) -> None:
 
 
 class HyTrainError(Exception):
-    """The base class of all of HyTrain's exceptions."""
+    """The base class of all of HyTrain's exceptions. Below the message, a traceback names the page's anchor."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        public = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        self.add_note(f"docs/errors.md#{public.__name__.lower()} says more.")
 
 
 class ConfigError(HyTrainError, ValueError):

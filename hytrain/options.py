@@ -278,7 +278,7 @@ class Options:
     log_to: Sequence[str] = _option(
         (),
         '`["tensorboard", "wandb"]`, or one of them: what `opt.log` is given goes there, too '
-        "([Records](cluster.md#tensorboard-and-weights-biases))",
+        "([Records](records.md#tensorboard-and-weights-biases))",
     )
 
     @classmethod

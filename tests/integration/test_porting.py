@@ -1,4 +1,4 @@
-"""The code of docs/porting.md runs as it stands, and trains to the same bits before and after."""
+"""The code of the pages about loops runs as it stands, and trains to the same bits before and after."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from torch.utils.checkpoint import checkpoint
 
 import hytrain
 
-PAGE = Path(__file__).parents[2] / "docs/porting.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ("nanogpt", "porting", "clipping", "saving", "studies", "errors")
 HEADING = re.compile(r"^#{2,3} (.+)\n", re.MULTILINE)
 CODE = re.compile(r'^```python title="([^"]+)"\n(.+?)^```', re.MULTILINE | re.DOTALL)
 
-_, *_parts = HEADING.split(PAGE.read_text(encoding="utf-8"))
-#: By heading and title, the page's code.
+_, *_parts = HEADING.split("\n".join((DOCS / f"{page}.md").read_text(encoding="utf-8") for page in PAGES))
+#: By heading and title, the pages' code.
 SECTIONS = {
     name: code for name, text in zip(_parts[::2], _parts[1::2], strict=True) if (code := dict(CODE.findall(text)))
 }
@@ -92,7 +93,7 @@ def run(section: str, side: str, folder: Path) -> dict[str, Any]:
         names["opt"] = opt
     if section == "Exceptions":
         prepare_for_a_failure(names)
-    exec(compile(text, f"{PAGE}: {section}", "exec"), names)
+    exec(compile(text, section, "exec"), names)
     return names
 
 
