@@ -175,7 +175,8 @@ class Options:
     )
     clip: str = _option(
         "global",
-        'which norm is clipped: `"global"`, the norm of all gradients, or `"per_layer"`, which is a different algorithm',
+        'which norm is clipped: `"global"`, the norm of all gradients, or `"per_layer"`, which is a different '
+        "algorithm",
         OneOf(("global", "per_layer"), '{} is {!r}: "global" or "per_layer"'),
     )
     on_nonfinite: str | None = _option(
