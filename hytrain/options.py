@@ -175,7 +175,8 @@ class Options:
     )
     clip: str = _option(
         "global",
-        'which norm is clipped: that of all gradients, or `"per_layer"`, which is a different algorithm',
+        'which norm is clipped: `"global"`, the norm of all gradients, or `"per_layer"`, which is a different '
+        "algorithm",
         OneOf(("global", "per_layer"), '{} is {!r}: "global" or "per_layer"'),
     )
     on_nonfinite: str | None = _option(
@@ -215,15 +216,15 @@ class Options:
     )
     offload_activations: bool = _option(
         False,
-        "whether what the model's forward saves for backward [goes to host "
-        "memory](memory.md#offloaded-activations), and comes back while backward runs: with activation "
-        "checkpointing the blocks' inputs, otherwise all that blocks save. The same bits",
+        "whether what forward saves for backward [rests in host memory](memory.md#offloaded-activations) until "
+        "backward needs it: with activation checkpointing the blocks' inputs, otherwise all that blocks save. The "
+        "same bits",
         _flag,
     )
     device: torch.device | None = _option(
         None,
-        "where to train a model that is still on the CPU: it is moved there, but for weights that are offloaded; "
-        "`None` trains it where it is. On one GPU",
+        "where to train a model that is still on the CPU: it is moved there, except offloaded weights; `None` trains "
+        "it where it is. On one GPU",
         _device,
     )
     policy: str = _option(

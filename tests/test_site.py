@@ -12,6 +12,7 @@ import pytest
 from test_report import in_a_browser
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = "https://github.com/hytrain/hytrain/blob/main/tests/"
 
 
 def test_the_search_works_from_the_folder(tmp_path: Path) -> None:
@@ -25,3 +26,7 @@ def test_the_search_works_from_the_folder(tmp_path: Path) -> None:
     assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?:(?!//hytrain)', page)
     seen = in_a_browser(f"{(site / 'index.html').as_uri()}?q=gradient", tmp_path / "profile")
     assert re.search(r"\d+ matching documents", seen)
+    assert re.search(r'<div class="md-search"[^>]* aria-label="Search"', seen), "site.js has run"
+    memory = (site / "memory.html").read_text()
+    assert re.search(r'<abbr title="[^"]+">masters</abbr>', memory), "words of the glossary"
+    assert f'{TESTS}integration/test_k_invariance.py" title=' in (site / "architecture.html").read_text()

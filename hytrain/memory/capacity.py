@@ -222,7 +222,7 @@ def require_host_memory(
                 f"{numel / 1e6:.1f} M parameters need {needed / 1e9:.2f} GB of host memory ({each}) where the GPU "
                 f"owns none, above {bound / 1e9:.2f} GB, {source}; the {gpu_bytes / 1e9:.2f} GB that the GPU has "
                 f"for optimizer state hold {len(layouts) - len(left)} of {len(layouts)} layers, which leaves "
-                f"{host_bytes(left, visit=visit) / 1e9:.2f} GB to the host: free memory on either side, or state "
+                f"{host_bytes(left, visit=visit) / 1e9:.2f} GB to the host: free memory on either side, or set "
                 "host_memory_limit if the machine's memory grows on demand"
             )
         return
@@ -231,7 +231,7 @@ def require_host_memory(
         raise CapacityError(
             f"the host's share of {numel / 1e6:.1f} M parameters at k={k or 0.0:.2f} needs {share / 1e9:.2f} GB of "
             f"host memory ({each}), above {bound / 1e9:.2f} GB, {source}: raise k, "
-            "free host memory, or state host_memory_limit if the machine's memory grows on demand"
+            "free host memory, or set host_memory_limit if the machine's memory grows on demand"
         )
 
 

@@ -32,8 +32,8 @@ from hytrain.step.reads import Reads
 from hytrain.uncompiled import uncompiled
 
 _LEFT: Final = (
-    "the gradient of {} is still that of the last step, which torch would use again, and which HyTrain has consumed: "
-    "call opt.zero_grad() after each opt.step()"
+    "the gradient of {} is still the last step's: torch would use it again, but HyTrain has consumed it. Call "
+    "opt.zero_grad() after each opt.step()"
 )
 
 

@@ -63,9 +63,9 @@ _INTERRUPTED: Final = Refusal(
     "checkpoint); or it goes on in another thread, which comes first"
 )
 _NO_STEP: Final = Refusal(
-    "a backward reached {name} before step() was called for the one before, which has updated weights: add the losses "
-    "and call backward once, or call opt.step() after each backward, or pass grad_accumulation=n, or wrap all but a "
-    "step's last backward in opt.no_sync()"
+    "a backward reached {name} before step() was called for the last backward, which has already updated weights: add "
+    "the losses and call backward once, or call opt.step() after each backward, or pass grad_accumulation=n, or wrap "
+    "all but a step's last backward in opt.no_sync()"
 )
 _DROPPED: Final = Refusal(
     "zero_grad() between backward and step() comes too late: the updates began in backward. Call it after opt.step(), "
@@ -73,8 +73,8 @@ _DROPPED: Final = Refusal(
     "not to train"
 )
 _LOADED: Final = Refusal(
-    "{what} between backward and step(), when updates have begun that torch would make afterwards: call it after "
-    "opt.step()"
+    "{what} between backward and step(), but updates have already begun, which torch would make in step(): call it "
+    "after opt.step()"
 )
 _REGROUPED: Final = Refusal("{what} between backward and step(): call it after opt.step()")
 _IS_PARKED: Final = Refusal(

@@ -38,9 +38,10 @@ from hytrain.uncompiled import uncompiled
 _log = logging.getLogger(__name__)
 
 _CALLED_EARLY: Final = (
-    "{} is called between backward and step(), when its update has begun, which torch makes in step(). Call opt.step() "
-    "after each backward; to accumulate over n backwards, pass grad_accumulation=n, or wrap all but a step's last one "
-    'in opt.no_sync(). Evaluate before backward, or after opt.step(), or pass updates="step"'
+    "{} is called between backward and step(), but its update has already begun, which torch would make in step(). "
+    "Call opt.step() after each backward; to accumulate over n backwards, pass grad_accumulation=n, or wrap all but a "
+    "step's last one in opt.no_sync(). Evaluate before backward, or after opt.step(), or pass "
+    'updates="step"'
 )
 _NOT_CALLED: Final = (
     "{} was read without its module being called, while its update may have been under way: call the module, or "

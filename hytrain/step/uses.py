@@ -29,8 +29,8 @@ from hytrain.step.timing import SEEN
 from hytrain.tensors import version
 
 _USED_EARLY: Final = (
-    "{} is used between backward and step(), when its update has begun, which torch makes in step(): use it before "
-    'backward, or after opt.step(), or pass updates="step"'
+    "{} is used between backward and step(), but its update has already begun, which torch would make in step(): use "
+    'it before backward, or after opt.step(), or pass updates="step"'
 )
 
 

@@ -410,7 +410,7 @@ def test_a_step_with_the_last_ones_gradients_is_refused_before_harm() -> None:
         for parameter in model[0].parameters():
             parameter.grad = None
         before = weights(model)
-        with pytest.raises(UsageError, match=r"still that of the last step.*zero_grad\(\) after each opt\.step"):
+        with pytest.raises(UsageError, match=r"still the last step's.*zero_grad\(\) after each opt\.step"):
             model[0](vectors(0)).square().mean().backward()
         assert differing(weights(model), before) == []
         opt.zero_grad()
