@@ -6,6 +6,7 @@ that the processes of a run enter for one layer, in the order in which each is e
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import time
@@ -71,12 +72,31 @@ def a_move(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int, int
     return began_ns, opt.statistics().gpu_layers[0]
 
 
+def a_decision(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int, int]:
+    """A step whose report comes alone: the coordinator writes a step's record once it has done all that follows."""
+
+    def has_written(step: int) -> bool:
+        path = Path(opt.run_dir) / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return any(json.loads(line).get("step") == step for line in lines if line.endswith("\n"))
+
+    steps = opt.statistics().step
+    opt.log(steps, loss=0.0)
+    wait_for(lambda: has_written(steps))
+    began_ns = time.monotonic_ns()
+    train(model, opt, [5], square_loss)
+    opt.log(steps + 1, loss=0.0)
+    wait_for(lambda: has_written(steps + 1))
+    return began_ns, MIDDLE
+
+
 OFFLOADED: Final = {"k": 0.0, "offload_weights": 1.0}
 PAGE: Final = "docs/architecture.md"
 WALKS: Final = {
     "a gradient": Walk(PAGE, "### Follow one gradient", {"k": 0.0}, from_backward_to_forward),
     "a block's weights": Walk(PAGE, "### Follow one block's weights", OFFLOADED, a_step),
     "a layer to the GPU": Walk(PAGE, "### Follow a layer to the GPU", {"k": "auto", "policy": "random"}, a_move),
+    "a measured time to k": Walk(PAGE, "### Follow a measured time to k", {"k": "auto"}, a_decision),
     "a save": Walk(PAGE, "### Follow a save", {"k": 0.0}, a_save),
 }
 
