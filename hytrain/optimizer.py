@@ -45,19 +45,19 @@ class Optimizer(StartedOptimizer):
 
     Args:
         params: What torch's `params` takes: an iterable of parameters, of names and parameters, or of groups of them.
-            Their model is the module that has them all and is called with gradients for the first time; until then this
-            is an optimizer like torch's. Or the module to train: then training is prepared at once. A pipeline's rank
-            may give several modules. Parameters stay where they are: float32, bfloat16 or float16, on one device. After
+            HyTrain finds the model that contains them when it is first called with gradients; until then this is an
+            optimizer like torch's. Or the module to train: then training is prepared at once. A pipeline's rank may
+            give several modules. Parameters stay where they are: float32, bfloat16 or float16, on one device. After
             `fully_shard` or `parallelize_module`, each rank trains its shards; all ranks make the optimizer together,
             and call the model for the first time together.
-        param_groups: For a model: those of its parameters that are trained, as torch's `params` takes them. By default,
-            one group with all parameters.
+        param_groups: With a model: which of its parameters to train, as torch's `params` takes them. By default, one
+            group with all parameters.
         defaults: The algorithm's hyperparameters, for groups without their own.
-        options: Those of docs/options.md: `hytrain.options` is the table. Besides, what torch's class of the same name
-            takes: `fused` and `foreach` choose among torch's implementations, so they are taken, and change nothing
-            here. Others must have their defaults.
+        options: Those of docs/options.md: `hytrain.options` is the table. Options of torch's class of the same name are
+            accepted, too: `fused` and `foreach` without effect, because they choose among torch's implementations, the
+            others with their defaults.
 
-    What is wrong with the model of parameters, its first forward raises.
+    With parameters instead of a model, errors about the model are raised by its first forward.
 
     Raises:
         UnsupportedError: HyTrain refuses the model or a practice; the message says what to do instead.
@@ -190,7 +190,7 @@ class Optimizer(StartedOptimizer):
         raise UsageError(SCALER)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss multiplied by the present `loss_scale`, for `opt.scale(loss).backward()`.
+        """The loss multiplied by the current `loss_scale`, for `opt.scale(loss).backward()`.
 
         Without `loss_scale`, the loss itself. Every backward of a step needs it, also those that only sum gradients.
         The scale does not change between them.
@@ -209,14 +209,15 @@ class Optimizer(StartedOptimizer):
         return self._accumulation.held()
 
     def lend_weights(self) -> Loan:
-        """Lend the present weights to other processes of this user, which `hytrain.weights.attach(opt.run_dir)`.
+        """Lend the current weights to other processes of this user, which `hytrain.weights.attach(opt.run_dir)`.
 
-        Waits for all updates. Training may go on: who has attached them sees this step's until it releases them. What
-        the CPU updates is lent where it is in host memory, the rest is copied. docs/lending.md says more.
+        Waits for all updates. Training may go on: a process that has attached them sees this step's until it releases
+        them. Weights of CPU-updated layers are lent where they are in host memory, the rest is copied. docs/lending.md
+        says more.
 
         Returns:
-            A context, at whose end they are taken back: nobody can attach them any more. The next call takes them back,
-            too. By name, it has where the tensors are, until then.
+            A context. At its end, or with the next call, the weights are taken back: they cannot be attached any more.
+            Until then, it maps names to where the tensors are.
 
         Raises:
             UsageError: Called between backward and `step()`, when updates have begun.
@@ -267,11 +268,11 @@ class Optimizer(StartedOptimizer):
     def park(self, weights: bool = False) -> None:
         """Give back the GPU memory that HyTrain holds between two steps, until `resume`: state, slots, fetched weights.
 
-        What is in host memory anyway is freed, and the rest is copied there. Forward still works, but updates do not.
+        What host memory has anyway is freed, and the rest is copied there. Forward still works, but updates do not.
 
         Args:
-            weights: Also the weights of the parameters that are trained: then the model cannot be used. What other
-                tensors share stays, such as a view that you keep.
+            weights: Whether the weights of the trained parameters leave, too: then the model cannot be used. Memory
+                that other tensors share stays, such as a view that you keep.
 
         Raises:
             UsageError: Called between backward and `step()`.
@@ -285,7 +286,7 @@ class Optimizer(StartedOptimizer):
         """Take again what `park` has given back, with the same bits. Does nothing if nothing is parked.
 
         Raises:
-            torch.OutOfMemoryError: Somebody else still has the memory. Free it, and call this again.
+            torch.OutOfMemoryError: The memory is not free yet. Free it, and call this again.
         """
         if self._started is not None:
             with torch.no_grad():
@@ -303,16 +304,16 @@ class Optimizer(StartedOptimizer):
     def synchronize(self) -> None:
         """Return when every update has arrived in the parameters.
 
-        Parameters wait by themselves when they are used. Call it before reading a view or an array that was made of one
-        before the step.
+        Parameters wait by themselves when they are used. Call it before reading a view or an array that was made of a
+        parameter before the step.
         """
         if self._started is not None:
             self._engine.synchronize()
 
     def import_weights(self) -> None:
-        """Take the parameters' present values as the masters.
+        """Make the parameters' current values the masters.
 
-        Writes through torch are noticed without it. Call it after others, as through a NumPy array.
+        Writes through torch are noticed without it. Call it after other writes, such as through a NumPy array.
         """
         if self._started is not None:
             self._engine.import_weights()
@@ -338,8 +339,8 @@ class Optimizer(StartedOptimizer):
     def checkpoint_requested(self) -> bool:
         """Whether `hytrain-monitor --checkpoint` has asked for a checkpoint since the last call.
 
-        A loop that calls it after each step, and saves when it is True, can be asked; without, the monitor says that
-        it cannot. Recipes do. Each rank answers for itself, perhaps in another step than the others: agree on it.
+        Call it after each step, and save when it is True, as recipes do. For a loop that never calls it, the monitor
+        says that it cannot ask. Each rank answers for itself, perhaps in another step than the others: agree on a step.
         """
         return self._started is not None and self._engine.checkpoint_requested()
 
@@ -354,7 +355,7 @@ class Optimizer(StartedOptimizer):
 
     @property
     def loss_scale(self) -> Tensor | None:
-        """The present loss scale: float32 on the device, shape (); None without the option `loss_scale`.
+        """The current loss scale: float32 on the device, shape (); None without the option `loss_scale`.
 
         It changes at the end of a step's last backward. Reading its value waits for the device.
         """

@@ -117,8 +117,8 @@ class Commit:
         for parameter in with_gradients(self._parameters):
             if parameter.step == step:
                 self._health.refuse(
-                    f"the gradient of {parameter.name} was set in backward by a hook that ran after HyTrain's, when its "
-                    'update had begun: pass updates="step"'
+                    f"the gradient of {parameter.name} was set in backward by a hook that ran after HyTrain's, when "
+                    'its update had begun: pass updates="step"'
                 )
             self._trip.await_update(parameter)  # perhaps nothing has read it since
             if keep and self._accumulation.is_in_place(parameter):
