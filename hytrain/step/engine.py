@@ -56,6 +56,7 @@ from hytrain.step.measure import Meter
 from hytrain.step.offload import Offload
 from hytrain.step.parking import Parking
 from hytrain.step.reads import Reads
+from hytrain.step.shared import SharedMatrices
 from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
 from protocol.messages import (
@@ -114,6 +115,7 @@ class Engine:
         lending: Lending,
         activations: Activations | None = None,
         check: SelfCheck | None = None,
+        shared: SharedMatrices | None = None,
         blocks: Sequence[OffloadedBlock] = (),
         is_stage: bool = False,
         updater: str = "the optimizer process",
@@ -148,7 +150,7 @@ class Engine:
             overlap=options.overlap,
             is_stage=is_stage,
         )
-        self._device = device = DeviceUpdates(common, host)
+        self._device = device = DeviceUpdates(common, host, shared)
         self._trip = trip = RoundTrip(common, device) if check is None else CheckedTrip(common, device, check)
         planes = plane_sums(options, self.verdicts.takes_norms, transfers, trip.await_update)
         accumulation.begin_anew(partial(choose_sums, options.accumulate_on, parameters, transfers, memory.room), planes)
