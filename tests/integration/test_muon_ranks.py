@@ -5,7 +5,7 @@ All matrices are Muon's here, also the embedding's and the head's, and one of wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,22 @@ import torch
 import torch.distributed as dist
 from helpers import OnMasters, differing, late_weights, opened, wait_for_coordinator
 from ranks import RankGroup
-from sharded_models import STEPS, Decoder, for_this_rank, local, next_token_loss, tokens
+from sharded_models import STEPS, Decoder, for_this_rank, local, next_token_loss
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
 
 import hytrain
 from hytrain.memory import visits
+from hytrain.model.rounds import SharedMatrix
+from hytrain.step import check, shared
+from hytrain.step.shared import SharedMatrices
 from hytrain.tensors import part_of
+from protocol.rules import MuonHyper
 
 NUMBERS: dict[str, Any] = {"lr": 0.02, "adamw": {"lr": 1e-2}}
 #: By rank. The first of several ranks has the momentum in host memory, the second on the device.
@@ -250,3 +256,269 @@ def test_the_bits_of_torchs_muon_on_whole_matrices(name: str, two_ranks: RankGro
 def test_the_same_on_four_ranks(make: Callable[[], nn.Module], four_ranks: RankGroup) -> None:
     """Of replicas, too, and of matrices that are divided in both dimensions."""
     four_ranks.run(compare, make, loop, {"k": (0.0, 1.0, 0.5, 0.0)})
+
+
+# ---------------------------------------------------------------- pieces, rounded state, norms, steps without gradients
+
+
+def placements_agree(make: Callable[[], nn.Module], practice: Practice, **options: Any) -> dict[str, Tensor]:
+    """Whatever each rank's placements are, and however small the pieces in which state visits, the bits are the same."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(visits, "SLOT_NUMEL", 640)
+        for choice in (GPU, CPU, BOTH):
+            model = make()
+            with opened(hytrain.Muon, model, groups_of(model), **NUMBERS, **for_this_rank(choice), **options) as opt:
+                found.append(results(model, opt, practice))
+    first, *others = found
+    assert [differing(other, first) for other in others] == [[], []]
+    return first
+
+
+def clipped(model: nn.Module, opt: Any) -> None:
+    """Some of the steps are."""
+    for step in range(STEPS):
+        backward(model, step)
+        if isinstance(opt, Whole):
+            nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        opt.step()
+        opt.zero_grad()
+
+
+MAX_NORM = 0.76
+
+
+def clip() -> None:
+    theirs = plain()
+    expected = results(theirs, Whole(theirs), clipped)
+    found = placements_agree(plain, clipped, max_grad_norm=MAX_NORM)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_clipped_by_one_norm(two_ranks: RankGroup) -> None:
+    two_ranks.run(clip)
+
+
+def rounded() -> None:
+    found, exact = (placements_agree(bfloat16, loop, state_dtype=dtype) for dtype in ("float8", "float32"))
+    assert not torch.equal(found["head.weight"], exact["head.weight"])
+
+
+def test_rounded_state_and_pieces(two_ranks: RankGroup) -> None:
+    two_ranks.run(rounded)
+
+
+def poisoned(model: nn.Module, opt: Any) -> None:
+    """Rank 1 has an inf in the third step, whose update torch's loop leaves out."""
+    for step in range(STEPS):
+        loss = next_token_loss(model, step)
+        (loss * torch.inf if (step, dist.get_rank()) == (2, 1) else loss).backward()
+        if step != 2 or isinstance(opt, hytrain.Muon):
+            opt.step()
+        opt.zero_grad()
+
+
+def skip() -> None:
+    compare(plain, poisoned, {**BOTH, "on_nonfinite": "skip"})
+
+
+def test_all_ranks_skip_a_step(two_ranks: RankGroup) -> None:
+    two_ranks.run(skip)
+
+
+def by_hand(model: nn.Module, opt: Any) -> None:
+    """Only rank 0 has gradients, which it has set itself: ones. To torch's Muon the others are zeros."""
+    for p in model.parameters():
+        if dist.get_rank() == 0 or isinstance(opt, Whole):
+            p.grad = torch.full_like(p, float(dist.get_rank() == 0), requires_grad=False)
+    opt.step()
+    opt.zero_grad()
+
+
+def without_gradients() -> list[str]:
+    """What the step has changed on this rank, and nobody waits for ever."""
+    ours, theirs = plain(), plain()
+    expected = results(theirs, Whole(theirs), by_hand)
+    before = {name: local(p.detach()).clone() for name, p in ours.named_parameters()}
+    with opened(hytrain.Muon, ours, groups_of(ours), **NUMBERS, **for_this_rank(BOTH)) as opt:
+        found = results(ours, opt, by_hand)
+        if dist.get_rank() == 0:
+            assert differing(found, expected) == []
+        changed = differing({name: found[name] for name in before}, before)
+        loop(ours, opt, range(2))
+    return changed
+
+
+def test_a_rank_without_gradients_takes_part(two_ranks: RankGroup) -> None:
+    first, second = two_ranks.run(without_gradients)
+    assert first and second == []
+
+
+# ---------------------------------------------------------------- who does what, and when
+
+
+def observed(make: Callable[[], nn.Module], choice: dict[str, Any]) -> tuple[list[list[str]], list[tuple[int, ...]]]:
+    """The rounds in which this rank took part in three steps, and the shapes that it orthogonalized."""
+    turns, shapes = list[list[str]](), list[tuple[int, ...]]()
+    round_, orthogonalized = SharedMatrices._round, shared.orthogonalized
+
+    def noted(self: SharedMatrices, matrices: Sequence[SharedMatrix], *rest: Any) -> dict[str, Tensor]:
+        turns.append([matrix.name for matrix in matrices])
+        return round_(self, matrices, *rest)
+
+    def counted(matrix: Tensor, hyper: MuonHyper) -> Tensor:
+        shapes.append(tuple(matrix.shape))
+        return orthogonalized(matrix, hyper)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedMatrices, "_round", noted)
+        patch.setattr(shared, "orthogonalized", counted)
+        model = make()
+        with opened(hytrain.Muon, model, groups_of(model), **NUMBERS, **for_this_rank(choice)) as opt:
+            loop(model, opt, range(3))
+    return turns, shapes
+
+
+def test_each_matrix_is_orthogonalized_once_and_all_ranks_keep_one_order(two_ranks: RankGroup) -> None:
+    """Whatever their placements are. Both have work; what one rank has all of is no other's."""
+    (first, of_first), (second, of_second) = two_ranks.run(observed, plain, BOTH)
+    assert first == second and len(first) % 3 == 0
+    names = [name for turn in first for name in turn]
+    assert len(names) == 3 * len({*names}) == 3 * 8 and not any("scale" in name for name in names)
+    expected = 3 * (2 * [(67, 32)] + 3 * [(48, 32), (32, 48)])
+    assert sorted([*of_first, *of_second]) == sorted(expected)
+    assert {len(of_first), len(of_second)} == {12}
+
+
+def test_replicas_are_orthogonalized_once(four_ranks: RankGroup) -> None:
+    found = four_ranks.run(observed, hybrid, {"k": (0.0, 1.0, 1.0, 0.0)})
+    assert all(turns == found[0][0] for turns, _ in found)
+    assert [len(shapes) for _, shapes in found] == 4 * [6]
+
+
+# ---------------------------------------------------------------- saved, checked, added
+
+
+def whole(model: nn.Module, opt: Any) -> dict[str, Tensor]:
+    """Weights and momentum of all ranks together."""
+    names = [name for group in groups_of(model) for name, _ in group["params"]]
+    found: dict[str, Tensor] = {name: p.detach() for name, p in model.named_parameters()}
+    for index, entry in opt.state_dict()["state"].items():
+        found |= {f"{names[index]}.{plane}": value for plane, value in entry.items()}
+    return {name: v.full_tensor() if isinstance(v, DTensor) else v.clone() for name, v in found.items()}
+
+
+def save(folder: Path) -> dict[str, Tensor]:
+    model = plain()
+    with opened(hytrain.Muon, model, groups_of(model), **NUMBERS, **for_this_rank({"k": (0.0, 1.0, 0.5, 0.0)})) as opt:
+        loop(model, opt, range(3))
+        opt.save(folder)
+        return whole(model, opt)
+
+
+def resume(folder: Path, saved: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What is loaded, and what torch's Muon and HyTrain make of it in the same steps."""
+    ours, theirs = plain(), plain()
+    for model in (ours, theirs):
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                local(p).copy_(part_of(saved[name], p))
+    reference = Whole(theirs)
+    with opened(hytrain.Muon, ours, groups_of(ours), **NUMBERS, **for_this_rank(BOTH)) as opt:
+        opt.load(folder)
+        loaded = whole(ours, opt)
+        for name, own in reference.own.items():
+            entry = {plane: saved.get(f"{name}.{plane}") for plane in ("momentum_buffer", "exp_avg", "exp_avg_sq", "step")}
+            of = own if own.ndim == 2 else theirs.get_parameter(name)
+            reference.state[own] = {
+                plane: v.clone() if plane == "step" else part_of(v, of).clone() for plane, v in entry.items() if v is not None
+            }
+        found = results(ours, opt, lambda model, opt: loop(model, opt, range(3, STEPS)))
+    expected = results(theirs, reference, lambda model, opt: loop(model, opt, range(3, STEPS)))
+    assert differing(found, expected) == []
+    return loaded, found
+
+
+def test_saved_on_four_and_loaded_on_two_and_one(
+    four_ranks: RankGroup, two_ranks: RankGroup, tmp_path: Path
+) -> None:
+    saved, *_ = four_ranks.run(save, tmp_path)
+    (loaded, _), *_ = two_ranks.run(resume, tmp_path, saved)
+    assert differing(loaded, saved) == []
+    model = Decoder(hidden=HIDDEN)
+    with opened(hytrain.Muon, model, groups_of(model), k=0.5, **NUMBERS) as opt:
+        opt.load(tmp_path)
+        alone = whole(model, opt)
+        assert differing({n: alone[n] for n in alone if "momentum" in n}, {n: saved[n] for n in alone if "momentum" in n}) == []
+
+
+def checked() -> list[str]:
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(check, "_say", lambda level, text: said.append(text))
+        model = plain()
+        with opened(hytrain.Muon, model, check=2, **NUMBERS) as opt:
+            loop(model, opt, range(2))
+    return said
+
+
+def test_the_check_names_what_it_leaves_out(two_ranks: RankGroup) -> None:
+    """Of a model without groups, the matrices of the blocks that are shared."""
+    for [said] in two_ranks.run(checked):
+        assert "the same bits as torch.optim.Muon; not compared: blocks.0.down.weight, blocks.0.up.weight" in said
+
+
+def added() -> None:
+    """Matrices that are unfrozen, and a group that is added: all ranks agree anew."""
+
+    def practice(model: Any, opt: Any) -> None:
+        loop(model, opt, range(2))
+        model.blocks[1].up.weight.requires_grad_(True)
+        loop(model, opt, range(2, 4))
+
+    def made() -> Decoder:
+        model = Decoder(hidden=HIDDEN)
+        model.blocks[1].up.weight.requires_grad_(False)
+        return sharded(model, mesh(2))
+
+    compare(made, practice, BOTH)
+
+
+def test_matrices_that_are_unfrozen(two_ranks: RankGroup) -> None:
+    two_ranks.run(added)
+
+
+# ---------------------------------------------------------------- stages of a pipeline, each shared by two ranks
+
+
+def stages() -> DeviceMesh:
+    return mesh(2, 2, names=("pipeline", "shard"))
+
+
+def staged() -> nn.Module:
+    torch.manual_seed(dist.get_rank() // 2)
+    stage = nn.Sequential(*(nn.Sequential(nn.Linear(32, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 32)) for _ in range(2)))
+    for block in stage:
+        fully_shard(block, mesh=stages()["shard"])
+    fully_shard(stage, mesh=stages()["shard"])
+    return stage
+
+
+def piped(model: nn.Module, opt: Any) -> None:
+    stage = PipelineStage(model, dist.get_rank() // 2, 2, torch.device("cpu"), group=stages()["pipeline"].get_group())
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda out, y: functional.mse_loss(out, y) / 4, scale_grads=False)
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank() % 2)
+        batch = torch.randn(8, 32, generator=generator)
+        schedule.step(*[batch] * stage.is_first, **({"target": batch.roll(1, 1)} if stage.is_last else {}))
+        opt.step()
+        opt.zero_grad()
+
+
+def compare_stages() -> None:
+    group = stages()["pipeline"].get_group()
+    compare(staged, piped, {"k": (0.0, 1.0, 1.0, 0.0), "pipeline_group": group})
+
+
+def test_stages_exchange_their_own_matrices(four_ranks: RankGroup) -> None:
+    four_ranks.run(compare_stages)
