@@ -50,8 +50,8 @@ from hytrain.step.accumulation import Accumulation
 from hytrain.step.activations import Activations
 from hytrain.step.check import SelfCheck
 from hytrain.step.engine import Engine
-from hytrain.step.shared import SharedMatrices
 from hytrain.step.offload import window_bytes
+from hytrain.step.shared import SharedMatrices
 from hytrain.tensors import count_write, flat, has_memory, keeping_versions, local, version, with_memory
 from protocol.handles import EXACT, Precision, layout
 from protocol.messages import Calibration, LayerTable, Plan
@@ -222,17 +222,24 @@ class Build:
         )
 
     def _shared_matrices(self) -> SharedMatrices | None:
-        """Those that are updated as wholes, and of which some rank of this one's stage has a part. All of them agree."""
+        """Those of this rank's stage. The stage's ranks call this together, and come to the same ones."""
         ranks, parts = self._site.ranks, self._sharing.parts
         matrices = {known.name: known.parameter for known in self.parameters if known.rule in ON_DEVICE}
         named = [name for name, _ in self._site.model.named_parameters() if name in matrices]
         wholes = {name: tuple((0, size) for size in matrices[name].shape) for name in named}
-        divided = [name for name in named if any(theirs.get(name, wholes[name]) != wholes[name] for theirs in parts.values())]
+        divided = [
+            name for name in named if any(theirs.get(name, wholes[name]) != wholes[name] for theirs in parts.values())
+        ]
         if not divided:
             return None
         shapes = {name: (matrices[name].shape[0], matrices[name].shape[1]) for name in divided}
         return SharedMatrices(
-            self.layers, rounds(shapes, parts), self.transfers, rank=ranks.rank, ranks=[*parts], group=ranks.among([*parts])
+            self.layers,
+            rounds(shapes, parts),
+            self.transfers,
+            rank=ranks.rank,
+            ranks=[*parts],
+            group=ranks.among([*parts]),
         )
 
     def table(self, inbox: str, *, continues: bool) -> LayerTable:

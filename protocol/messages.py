@@ -142,7 +142,7 @@ class Segment(Record):
     which moments and weights are rounded, if moments or masters are not float32.
 
     A rule that updates whole matrices has the parameter's `shape`: (rows, columns). If it lies `by_columns`, its
-    columns come one after the other; otherwise, its rows. Of a matrix that ranks share, the segment is this rank's part.
+    columns come one after the other; otherwise, its rows. If ranks share the matrix, the segment is this rank's part.
 
     `lanes` and `fuses`: how torch computes on the trainer's CPU, which decides about roundings
     (`hytrain.kernels.torch_backend.Vectors`).

@@ -8,7 +8,7 @@ DevicePlanes   state on the GPU: `remainder` and moments. `Moving` is state on i
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -203,14 +203,14 @@ class DevicePlanes:
         scalars: Scalars,
         host: Backend | None = None,
         verdict: Tensor | None = None,
-        directions: Mapping[int, Tensor] = {},
+        directions: dict[int, Tensor] | None = None,
     ) -> None:
         """Update segments on the current stream, or with the `host` backend on device "cpu".
 
         `gradients[i]` is segment i's, shape (numel,). `verdict` is the step's scale on the device: float32, shape ().
         The host backend gets it in `scalars` instead. `directions[i]` is written in place of weights, as `passes` says.
         """
-        items = sorted(gradients.items())
+        directions, items = directions or {}, sorted(gradients.items())
         found = {i: as_read(self._segments[i], mine, directions.get(i)) for i, mine in items}
         weights = [self._weights[i] for i in found]
         if host is None and scalars.hyper.rule not in ON_DEVICE:

@@ -47,9 +47,7 @@ def work(shape: tuple[int, int]) -> int:
     return small * small * (2 * large + small)
 
 
-def rounds(
-    shapes: Mapping[str, tuple[int, int]], parts: Mapping[int, Mapping[str, Spans]]
-) -> list[list[SharedMatrix]]:
+def rounds(shapes: Mapping[str, tuple[int, int]], parts: Mapping[int, Mapping[str, Spans]]) -> list[list[SharedMatrix]]:
     """The rounds for matrices of these `shapes`, in their order. `parts` has each rank's, by name.
 
     A round has as many elements as the largest matrix for each rank, or fewer: so much more memory does it take.

@@ -48,7 +48,7 @@ class Ranks:
         return self if self.world == 1 else replace(self, group=dist.new_group(backend="gloo"))
 
     def among(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
-        """The group of some of the ranks, this one among them, for collectives on their devices. All of them call it."""
+        """The group of some ranks, this one among them, for collectives on their devices. All of these call it."""
         return None if len(ranks) == self.world else dist.new_group([*ranks], use_local_synchronization=True)
 
     def gather(self, value: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """The updates that the trainer's device makes: at once, with state that visits it, or held until backward is over.
 
-If a step awaits a verdict, all of them are held. So are visits that would only make others wait. `step()` makes the last
-pass over matrices that ranks share.
+If a step awaits a verdict, all of them are held. So are visits that would only make others wait. The last pass over
+matrices that ranks share is made in `step()`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class DeviceUpdates:
             self._shared.keep(layer, counts, directions)
 
     def end_step(self, read_groups: Callable[[], tuple[Hyper, ...]]) -> None:
-        """`step()` was called: make the last pass over what ranks share, a collective. This one may have no gradient."""
+        """`step()` was called: make the last pass over what ranks share. Ranks without gradients take part, too."""
         scale, verdict = self._scale()
         if self._shared is None or scale is None:
             return
@@ -191,5 +191,4 @@ class DeviceUpdates:
 
     def close(self) -> None:
         self._held.clear()
-        if self._shared is not None:
-            self._shared.drop()
+        self._shared = None

@@ -1,9 +1,9 @@
 """Muon's matrices that ranks share: each is orthogonalized once, as a whole, by one rank, between the update's passes.
 
-    backward       first pass over this rank's part ─▶ its direction, in bfloat16, which waits        any rank's own order
-    step()         for each round:                                                                    one order on all ranks
-                     directions ── all-to-all ──▶ workers ─ orthogonalized ── all-to-all ──▶ each rank's parts
-                     last pass over this rank's part
+    backward    in any order        first pass over this rank's part ─▶ its direction, in bfloat16, which waits
+    step()      in the same order   directions ── all-to-all ──▶ workers, who orthogonalize wholes
+                on all ranks,       wholes     ── all-to-all ──▶ each rank's parts
+                round by round      last pass over this rank's part
 
 `model.rounds` says who works on which matrix. All ranks take part in all rounds of a step, also those that have no
 gradient of a matrix: collectives depend on nothing that may differ between ranks. The bits depend neither on the worker
@@ -92,10 +92,6 @@ class SharedMatrices:
                     parts.setdefault(layer, (own.counts, {}))[1][index] = part
             yield parts
 
-    def drop(self) -> None:
-        """The step is skipped, on all ranks."""
-        self._waiting.clear()
-
     def _round(
         self, matrices: Sequence[SharedMatrix], waiting: Mapping[str, Direction], groups: Sequence[Hyper]
     ) -> dict[str, Tensor]:
@@ -171,5 +167,6 @@ def _slices(part: Spans) -> tuple[slice, ...]:
 
 def _taken(came: dict[int, Tensor], rank: int, part: Spans) -> Tensor:
     """The next part that came from a rank, in its shape."""
-    here, came[rank] = came[rank].split([numel(part), came[rank].numel() - numel(part)])
+    size = numel(part)
+    here, came[rank] = came[rank][:size], came[rank][size:]
     return here.view(_shape(part))
