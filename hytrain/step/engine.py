@@ -122,8 +122,7 @@ class Engine:
         hang_timeout_s: float = math.inf,
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
-        self._activations, self._accumulation, self._memory = activations, accumulation, memory
-        self._lending = lending
+        self._activations, self._accumulation, self._memory, self._lending = activations, accumulation, memory, lending
         self.renew: Callable[[], bool] = lambda: False
         self._health = Health(accumulation.timing, updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]

@@ -5,7 +5,7 @@ All matrices are Muon's here, also the embedding's and the head's, and one of wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from helpers import OnMasters, differing, late_weights, opened, wait_for_coordinator
 from ranks import RankGroup
 from sharded_models import STEPS, Decoder, for_this_rank, local, next_token_loss
+from streams import over_host_memory
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -27,11 +28,12 @@ from torch.nn import functional
 
 import hytrain
 from hytrain.memory import visits
+from hytrain.memory.visits import Visit, Visits
 from hytrain.model.rounds import SharedMatrix
 from hytrain.step import check, shared
-from hytrain.step.shared import SharedMatrices
+from hytrain.step.shared import Direction, SharedMatrices
 from hytrain.tensors import part_of
-from protocol.rules import MuonHyper
+from protocol.rules import Hyper, MuonHyper
 
 NUMBERS: dict[str, Any] = {"lr": 0.02, "adamw": {"lr": 1e-2}}
 #: By rank. The first of several ranks has the momentum in host memory, the second on the device.
@@ -495,6 +497,52 @@ def added() -> None:
 
 def test_matrices_that_are_unfrozen(two_ranks: RankGroup) -> None:
     two_ranks.run(added)
+
+
+# ---------------------------------------------------------------- streams, as far as they can be shown without a GPU
+
+
+def on_streams(**options: Any) -> None:
+    """Directions are made on another stream than the one that sends them, and their memory is kept for that one."""
+    kept: list[tuple[int, Any]] = []
+    direction, keep, visit = SharedMatrices._direction, SharedMatrices.keep, Visits.update
+    orthogonalize = SharedMatrices.orthogonalize
+    with pytest.MonkeyPatch.context() as patch:
+        current = over_host_memory(patch)
+        first, second = current.streams
+        patch.setattr(Tensor, "record_stream", lambda tensor, stream: kept.append((tensor.data_ptr(), stream)))
+
+        def made(self: SharedMatrices, *first_passes: Any) -> None:
+            current.stream = second
+            keep(self, *first_passes)
+
+        def sent(self: SharedMatrices, matrix: SharedMatrix, waiting: Mapping[str, Direction]) -> Tensor:
+            own = waiting[matrix.name]
+            assert own.ready.done in first.waited_for, "the first pass has ended"
+            assert (own.elements.data_ptr(), first) in kept
+            return direction(self, matrix, waiting)
+
+        def ended(self: SharedMatrices, groups: Sequence[Hyper]) -> Iterator[Any]:
+            current.stream = first
+            return orthogonalize(self, groups)
+
+        def visited(self: Visits, visits: Sequence[Visit], **others: Any) -> Any:
+            found = visit(self, visits, **others)
+            for each in visits:
+                if each.direction is not None:
+                    assert (each.direction.data_ptr(), self._transfers._visiting) in kept
+            return found
+
+        patch.setattr(SharedMatrices, "_direction", sent)
+        patch.setattr(SharedMatrices, "keep", made)
+        patch.setattr(SharedMatrices, "orthogonalize", ended)
+        patch.setattr(Visits, "update", visited)
+        compare(plain, loop, *({**options, **choice} for choice in (CPU, GPU)))
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9}], ids=str)
+def test_streams_that_send_wait_for_those_that_have_made(options: dict[str, Any], two_ranks: RankGroup) -> None:
+    two_ranks.run(on_streams, **options)
 
 
 # ---------------------------------------------------------------- stages of a pipeline, each shared by two ranks
