@@ -39,6 +39,8 @@ NUMBERS: dict[str, Any] = {"lr": 0.02, "adamw": {"lr": 1e-2}}
 #: By rank. The first of several ranks has the momentum in host memory, the second on the device.
 BOTH: dict[str, Any] = {"k": (0.0, 1.0)}
 HIDDEN = 48
+#: Some steps are clipped.
+MAX_NORM = 0.76
 
 
 @cache
@@ -205,6 +207,14 @@ def accumulated(model: nn.Module, opt: Any) -> None:
         opt.zero_grad()
 
 
+def clipped_by_the_loop(model: nn.Module, opt: Any) -> None:
+    for step in range(STEPS):
+        backward(model, step)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        opt.step()
+        opt.zero_grad()
+
+
 def scheduled(model: nn.Module, opt: Any) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step))
     for step in range(STEPS):
@@ -252,6 +262,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "parts that lie by columns": (lying_by_columns, loop, CPU, BOTH),
     "matrices that take turns": (taking_turns, loop, CPU, BOTH),
     "accumulation": (plain, accumulated, {**BOTH, "grad_accumulation": 2}),
+    "clipped by the loop": (plain, clipped_by_the_loop, {**BOTH, "updates": "step"}),
     "a scheduler": (plain, scheduled, BOTH),
 }
 
@@ -297,9 +308,6 @@ def clipped(model: nn.Module, opt: Any) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         opt.step()
         opt.zero_grad()
-
-
-MAX_NORM = 0.76
 
 
 def clip() -> None:
