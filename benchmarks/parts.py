@@ -237,6 +237,7 @@ KNOWN: Final = {
     "sft-hytrain": Known(30, 0.3),
     # on several ranks, 7 B
     "fsdp2:no-offload": Known(25, 1.0),
+    "fsdp2-muon:no-offload": Known(25, 1.5, "Muon"),
     "fsdp2:forward-backward": Known(25, 1.0, "no update"),
     "fsdp2:cpu-offload": Known(50, 2.0),
     "deepspeed-zero3": Known(60, 4.0),
@@ -578,6 +579,12 @@ def ranks_clipping(template: Job) -> list[Job]:
     return [_on_ranks(replace(base, clip=limit), system, step_s=1.1) for limit, system in jobs]
 
 
+def ranks_muon(template: Job) -> list[Job]:
+    """Muon for the matrices of the blocks, which the ranks share, beside torch's Muon on FSDP2's shards."""
+    base = _shaped(template, "3b")
+    return [_on_ranks(base, system, step_s=1.5) for system in ("fsdp2-muon:no-offload", MUON, "hytrain-muon:0")]
+
+
 def scaling(template: Job) -> list[Job]:
     """The same batch a GPU on 1, 2, 4 GPUs; on the largest number, the jobs are those of `ranks`."""
     base = _shaped(template, "7b")
@@ -626,7 +633,9 @@ def eight(template: Job) -> list[Job]:
 
 
 #: These take `--gpus` ranks.
-RANKED: Final = {each.__name__: each for each in (ranks, ranks_clipping, scaling, gpt2, pipeline, large, routed, eight)}
+RANKED: Final = {
+    each.__name__: each for each in (ranks, ranks_clipping, ranks_muon, scaling, gpt2, pipeline, large, routed, eight)
+}
 PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "main": _plain("no-offload", "forward-backward", AUTO, "hytrain:1", "hytrain:0"),
     "peers": _plain("no-offload", AUTO, *PEERS),

@@ -187,25 +187,26 @@ def pass_of(job: Job) -> Pass:
     return partial(forward_and_backward, loss_of=text.loss_of) if job.reads_text else forward_and_backward
 
 
-def fsdp2(model: nn.Module, setting: Setting) -> Running:
+def fsdp2(model: nn.Module, setting: Setting, **algorithm: bool) -> Running:
     """fp32 shards, bf16 compute and reduction, torch's fused AdamW. `option`: what is left out or offloaded."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}
     if setting.option == "cpu-offload":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=setting.job.device == "cuda")
-    build = systems.forward_backward if setting.option == "forward-backward" else systems.torch_adamw
+    resident = partial(systems.torch_adamw, **algorithm)
+    build = systems.forward_backward if setting.option == "forward-backward" else resident
     return build(sharded(model.float(), setting.job, **options), setting, pass_of(setting.job))
 
 
-def hytrain(model: nn.Module, setting: Setting) -> Running:
+def hytrain(model: nn.Module, setting: Setting, **algorithm: bool) -> Running:
     """HyTrain over FSDP2's shards, or over a pipeline's stage."""
     if setting.job.schedule:
         stage, run = pipelined(model, setting)
         group, backwards = dist.group.WORLD, MICRO_BATCHES * setting.job.ranks
         found = systems.hytrain_adamw(stage, setting, run, pipeline_group=group, grad_accumulation=backwards)
         return Running(found.step, found.optimizer, fixed_batch=True)
-    return systems.hytrain_adamw(sharded(model, setting.job), setting, pass_of(setting.job))
+    return systems.hytrain_adamw(sharded(model, setting.job), setting, pass_of(setting.job), **algorithm)
 
 
 def ddp(model: nn.Module, setting: Setting) -> Running:
@@ -229,6 +230,8 @@ def resident_pipeline(model: nn.Module, setting: Setting) -> Running:
 SYSTEMS: Final[dict[str, System]] = {
     "fsdp2": System(fsdp2),
     "hytrain": System(hytrain),
+    "fsdp2-muon": System(partial(fsdp2, use_muon=True)),
+    "hytrain-muon": System(partial(hytrain, use_muon=True)),
     "ddp": System(ddp),
     "no-offload": System(resident_pipeline),
     **{name: systems.SYSTEMS[name] for name in ("deepspeed-zero2", "deepspeed-zero3")},

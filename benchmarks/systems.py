@@ -181,10 +181,28 @@ def _with_muon(model: nn.Module, masters: list[Tensor]) -> list[torch.optim.Opti
     return [torch.optim.Muon(matrices, lr=LR, adjust_lr_fn=ADJUST), torch.optim.AdamW(rest, lr=LR, fused=True)]
 
 
-def torch_adamw(model: nn.Module, setting: Setting, run: Pass = forward_and_backward) -> Running:
+class Several:
+    """Several optimizers over one model, as a loop has them that uses torch's Muon."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+
+
+def torch_adamw(
+    model: nn.Module, setting: Setting, run: Pass = forward_and_backward, *, use_muon: bool = False
+) -> Running:
     """The loop that HyTrain replaces."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
-    return Running(plain_step(model, optimizer, setting.clip, run=run))
+    found = list[Tensor](model.parameters())
+    optimizers = _with_muon(model, found) if use_muon else [torch.optim.AdamW(found, lr=LR, fused=True)]
+    return Running(plain_step(model, Several(optimizers), setting.clip, run=run))
 
 
 def hytrain_adamw(

@@ -18,7 +18,6 @@ from typing import Any, Final
 from torch import Tensor
 
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
-from hytrain.tensors import local
 from protocol.rules import MOMENTS, AdamWHyper, Hyper, LionHyper, MuonHyper, SGDHyper
 
 #: Hyperparameters of several parts, and what updates call these.
@@ -247,11 +246,6 @@ def _check_muon(group: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"a parameter of shape {tuple(parameter.shape)} is in a group of Muon, which updates matrices: put it "
                 "into a group with use_muon=False, which AdamW updates"
-            )
-        if local(parameter).shape != parameter.shape:
-            raise UnsupportedError(
-                f"a matrix of shape {tuple(parameter.shape)} is in a group of Muon, but this rank has a shard of "
-                "it, and Muon needs it whole: put it into a group with use_muon=False, or train it on one GPU"
             )
 
 

@@ -33,7 +33,8 @@ from hytrain.model.blueprint import Planned, Read, blueprints_of, converted
 from hytrain.model.layers import ModelLayer, find_blocks, split_layers
 from hytrain.model.lifecycle import LayerLife
 from hytrain.model.offloaded import load, offloadable_blocks, take_back, take_to
-from hytrain.model.sharing import counted_here
+from hytrain.model.rounds import rounds
+from hytrain.model.sharing import shared_out
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, TrainedSegment
 from hytrain.options import Options
 from hytrain.run import environment
@@ -50,6 +51,7 @@ from hytrain.step.activations import Activations
 from hytrain.step.check import SelfCheck
 from hytrain.step.engine import Engine
 from hytrain.step.offload import window_bytes
+from hytrain.step.shared import SharedMatrices
 from hytrain.tensors import count_write, flat, has_memory, keeping_versions, local, version, with_memory
 from protocol.handles import EXACT, Precision, layout
 from protocol.messages import Calibration, LayerTable, Plan
@@ -111,7 +113,7 @@ class Build:
         by_id = {id(known.parameter): known for known in self.parameters}
         named = [(name, p) for name, p in site.model.named_parameters() if id(p) in by_id]
         hyper = [astuple(groups[by_id[id(parameter)].group]) for _, parameter in named]
-        self._counted = counted_here(site.ranks, site.stage or 0, named, hyper)
+        self._sharing = shared_out(site.ranks, site.stage or 0, named, hyper)
 
     def _split(self, before: Sequence[TrainedParameter], theirs: Set[int]) -> list[tuple[Any, Gate]]:
         site, options = self._site, self._site.options
@@ -208,7 +210,8 @@ class Build:
             check=site.check,
             options=options,
             ranks=site.ranks,
-            counted=self._counted,
+            counted=self._sharing.counted,
+            shared=self._shared_matrices(),
             activations=activations,
             blocks=self.blocks,
             is_stage=site.stage is not None,
@@ -216,6 +219,27 @@ class Build:
             trace=TraceWriter(cluster.run_dir, link.address, EVERY_STEP if cluster.trace else NO_STEP),
             updater=f"optimizer-{rank} (process {cluster.optimizer_pids[rank]})",
             hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,
+        )
+
+    def _shared_matrices(self) -> SharedMatrices | None:
+        """Those of this rank's stage. The stage's ranks call this together, and come to the same ones."""
+        ranks, parts = self._site.ranks, self._sharing.parts
+        matrices = {known.name: known.parameter for known in self.parameters if known.rule in ON_DEVICE}
+        named = [name for name, _ in self._site.model.named_parameters() if name in matrices]
+        wholes = {name: tuple((0, size) for size in matrices[name].shape) for name in named}
+        divided = [
+            name for name in named if any(theirs.get(name, wholes[name]) != wholes[name] for theirs in parts.values())
+        ]
+        if not divided:
+            return None
+        shapes = {name: (matrices[name].shape[0], matrices[name].shape[1]) for name in divided}
+        return SharedMatrices(
+            self.layers,
+            rounds(shapes, parts),
+            self.transfers,
+            rank=ranks.rank,
+            ranks=[*parts],
+            group=ranks.among([*parts]),
         )
 
     def table(self, inbox: str, *, continues: bool) -> LayerTable:

@@ -165,7 +165,8 @@ class Muon(Optimizer):
     """Muon (Jordan et al., 2024) for matrices, as in `torch.optim.Muon`, and AdamW for the rest.
 
     A matrix moves by its momentum, made orthogonal. That takes the whole matrix and a GPU: the momentum is on the GPU,
-    or visits it from host memory. With 4 bytes of state per parameter, no optimizer process updates it.
+    or visits it from host memory. With 4 bytes of state per parameter, no optimizer process updates it. If ranks share
+    matrices, `step()` gathers each one on one rank: call it on all of them.
 
     The other options are those of `Optimizer`, which also says what is raised.
 

@@ -9,6 +9,7 @@ Trainer and optimizer map all or part of an arena. Sizes are in bytes, and offse
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -100,12 +101,13 @@ def plane_dtype(plane: str, segment: Segment) -> str | None:
 def typical_segment(layers: Sequence[Layer], numel: int) -> Segment:
     """A made-up segment of the layers' most frequent kind, to measure with: as large as a layer, or of `numel`.
 
-    One that is updated as a whole matrix is of the most frequent shape.
+    One that is updated as a whole matrix is of the most frequent shape, and whole.
     """
     numels: Counter[Segment] = Counter()
     for layer in layers:
         for it in layer.segments:
-            numels[replace(it, name="scratch", numel=it.numel if it.shape else 1, group=0, key=0, start=0)] += it.numel
+            whole = math.prod(it.shape)  # 1 without a shape
+            numels[replace(it, name="scratch", numel=whole, group=0, key=0, start=0)] += it.numel
     [(typical, _)] = numels.most_common(1)
     return typical if typical.shape else replace(typical, numel=min(numel, max(layer.numel for layer in layers)))
 

@@ -142,7 +142,7 @@ class Segment(Record):
     which moments and weights are rounded, if moments or masters are not float32.
 
     A rule that updates whole matrices has the parameter's `shape`: (rows, columns). If it lies `by_columns`, its
-    columns come one after the other; otherwise, its rows.
+    columns come one after the other; otherwise, its rows. If ranks share the matrix, the segment is this rank's part.
 
     `lanes` and `fuses`: how torch computes on the trainer's CPU, which decides about roundings
     (`hytrain.kernels.torch_backend.Vectors`).
@@ -173,8 +173,13 @@ class Segment(Record):
         _require(fits, f"segment {self.name!r} cannot have {self.master_dtype!r} masters of {self.dtype} weights")
         _require(0 <= self.key < 1 << 32, f"segment {self.name!r} has an impossible key")
         _require(0 < self.lanes <= 128, f"segment {self.name!r} is computed in vectors of {self.lanes} elements")
-        whole = self.rule not in ON_DEVICE or (len(self.shape) == 2 and math.prod(self.shape) == self.numel)
-        _require(whole, f"segment {self.name!r} of {self.numel} elements is no matrix of shape {self.shape}")
+        fits = self.rule not in ON_DEVICE or (len(self.shape) == 2 and math.prod(self.shape) >= self.numel)
+        _require(fits, f"segment {self.name!r} of {self.numel} elements is no matrix of shape {self.shape}")
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is a part of a matrix that is updated as a whole: other ranks have the rest."""
+        return self.rule in ON_DEVICE and self.numel < math.prod(self.shape)
 
 
 class Layer(Record):

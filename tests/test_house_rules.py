@@ -38,6 +38,7 @@ PURE = (
     "hytrain/run/ownership.py",
     "hytrain/model/block_life.py",
     "hytrain/model/lifecycle.py",
+    "hytrain/model/rounds.py",
     "hytrain/step/life.py",
     "hytrain/step/numbers.py",
     "protocol/address.py",

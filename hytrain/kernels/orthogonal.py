@@ -1,6 +1,7 @@
 """Orthogonalizes a matrix by Newton-Schulz iterations, as `torch.optim.Muon` does, on the device that has the matrix.
 
-`memory.passes` calls it between the two passes of Muon's update. Its products are torch's, in bfloat16.
+`memory.passes` calls it between the two passes of Muon's update, and `step.shared` if ranks share the matrix. Its
+products are torch's, in bfloat16.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from protocol.rules import MuonHyper
 
 #: Bytes per element that are there at once, at most: the matrix in float32; two iterates and two products in bfloat16.
 WORK_BYTES: Final = 12
+#: Besides, of a matrix that ranks share: parts that come and go, in bfloat16, beside copies to send and to join.
+SHARED_BYTES: Final = 8
 
 
 def orthogonalized(matrix: Tensor, hyper: MuonHyper) -> Tensor:

@@ -3,11 +3,13 @@
     most rules    one pass: gradient, weights and all planes of the state
     muon          momentum ─▶ direction ─ orthogonalized, the whole matrix ─▶ weights and remainder
 
+If ranks share the matrix, each makes the passes over its part, and `step.shared` is between them.
 Only passes see pieces of a segment, so state may come to the device piece by piece (`visits`). `planes` has it there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hytrain.kernels.backend import Backend, Elements, Operands
-from hytrain.kernels.orthogonal import WORK_BYTES, orthogonalized
+from hytrain.kernels.orthogonal import SHARED_BYTES, WORK_BYTES, orthogonalized
 from hytrain.kernels.scalars import Scalars, muon_step
 from hytrain.kernels.torch_backend import TorchBackend
 from hytrain.tensors import addresses
@@ -95,27 +97,53 @@ class Pass:
         backend.update(operands)
 
 
-def passes(segment: Segment, weights: Tensor, grads: Tensor, scalars: Scalars) -> Iterator[Pass]:
+def passes(
+    segment: Segment, weights: Tensor, grads: Tensor, scalars: Scalars, direction: Tensor | None = None
+) -> Iterator[Pass]:
     """The passes of a segment's update. Run each one over all elements before the next is asked for.
 
-    `weights` and `grads` have shape (numel,) and are on the device; the last pass writes the weights.
+    `weights` and `grads` have shape (numel,) and are on the device; the last pass writes the weights. Of a matrix that
+    ranks share there is one pass at a time: the first one into `direction`, float32, shape (numel,); without it, the
+    last one, whose `grads` are this rank's part of the orthogonalized matrix, in bfloat16.
     """
     assert segment.rule == scalars.hyper.rule, "or its moments would be another rule's"
     if segment.rule not in ON_DEVICE:
         yield Pass(segment, weights, grads, STATE_PLANES, scalars)
         return
     hyper, (rows, cols) = cast(MuonHyper, scalars.hyper), segment.shape
-    direction = torch.empty(segment.numel, dtype=torch.float32, device=grads.device)
-    yield Pass(segment, direction, grads, MOMENTS["muon"], scalars)
-    lies = direction.view(cols, rows).T if segment.by_columns else direction.view(rows, cols)
-    found = orthogonalized(lies, hyper)
-    stored = (found.T if segment.by_columns else found).reshape(-1)
+    stored = grads
+    if direction is not None:
+        yield Pass(segment, direction, grads, MOMENTS["muon"], scalars)
+        return
+    if not segment.is_shared:
+        direction = torch.empty(segment.numel, dtype=torch.float32, device=grads.device)
+        yield Pass(segment, direction, grads, MOMENTS["muon"], scalars)
+        found = orthogonalized(as_matrix(direction, segment.shape, by_columns=segment.by_columns), hyper)
+        stored = as_stored(found, by_columns=segment.by_columns)
     yield Pass(segment, weights, stored, ("remainder",), muon_step(hyper, scalars.step, rows, cols))
+
+
+def as_read(segment: Segment, grads: Tensor, direction: Tensor | None = None) -> Tensor:
+    """What `passes` takes as `grads`: gradients in the dtype that was agreed on, if they are any."""
+    is_orthogonal = segment.is_shared and direction is None
+    return grads if is_orthogonal else grads.to(getattr(torch, segment.grads_dtype))
+
+
+def as_matrix(elements: Tensor, shape: Sequence[int], *, by_columns: bool) -> Tensor:
+    """A matrix's elements, shape (numel,) in storage order, as a view of its shape (rows, columns)."""
+    rows, cols = shape
+    return elements.view(cols, rows).T if by_columns else elements.view(rows, cols)
+
+
+def as_stored(matrix: Tensor, *, by_columns: bool) -> Tensor:
+    """The inverse of `as_matrix`."""
+    return (matrix.T if by_columns else matrix).reshape(-1)
 
 
 def work_bytes(segments: Sequence[Segment]) -> int:
     """The memory on the device that an update takes beside the planes of its segment, at most."""
-    return max((WORK_BYTES * segment.numel for segment in segments if segment.rule in ON_DEVICE), default=0)
+    whole = [(math.prod(each.shape), each.is_shared) for each in segments if each.rule in ON_DEVICE]
+    return max(((WORK_BYTES + is_shared * SHARED_BYTES) * numel for numel, is_shared in whole), default=0)
 
 
 @cache

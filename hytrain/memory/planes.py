@@ -21,7 +21,7 @@ from hytrain.kernels.gpu import Launch
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
 from hytrain.memory.arena import ArenaFile, Mapping, Memory, free_pages
-from hytrain.memory.passes import passes
+from hytrain.memory.passes import as_read, passes
 from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
 from hytrain.tensors import count_write, holders
 from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, plane_dtype
@@ -203,13 +203,15 @@ class DevicePlanes:
         scalars: Scalars,
         host: Backend | None = None,
         verdict: Tensor | None = None,
+        directions: dict[int, Tensor] | None = None,
     ) -> None:
         """Update segments on the current stream, or with the `host` backend on device "cpu".
 
         `gradients[i]` is segment i's, shape (numel,). `verdict` is the step's scale on the device: float32, shape ().
-        The host backend gets it in `scalars` instead.
+        The host backend gets it in `scalars` instead. `directions[i]` is written in place of weights, as `passes` says.
         """
-        found = {i: mine.to(DTYPES[self._segments[i].grads_dtype]) for i, mine in sorted(gradients.items())}
+        directions, items = directions or {}, sorted(gradients.items())
+        found = {i: as_read(self._segments[i], mine, directions.get(i)) for i, mine in items}
         weights = [self._weights[i] for i in found]
         if host is None and scalars.hyper.rule not in ON_DEVICE:
             for of, launch in self._launches(tuple(found)):
@@ -217,9 +219,9 @@ class DevicePlanes:
         else:
             for (i, mine), own in zip(found.items(), weights, strict=True):
                 state = [self._planes[plane][i] for plane in STATE_PLANES]
-                for each in passes(self._segments[i], own, mine, scalars):
+                for each in passes(self._segments[i], own, mine, scalars, directions.get(i)):
                     each.run(each.on(state), host, verdict)
-        count_write(weights)
+        count_write([self._weights[i] for i in found if i not in directions])
 
     def _launches(self, of: tuple[int, ...]) -> list[tuple[list[int], Launch]]:
         """The launches that update these segments together: one for those whose planes have the same dtypes."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.memory.clock import Stream
-from hytrain.memory.passes import Pass, passes, work_bytes
+from hytrain.memory.passes import Pass, as_read, passes, work_bytes
 from hytrain.memory.planes import DTYPES
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.tensors import count_write
@@ -43,7 +43,8 @@ SLOT_NUMEL: Final = 1 << 24
 class Visit:
     """The update of one segment. `weights`, `grads` and each plane of `state`, on the host, have shape (numel,).
 
-    So has `home`, where the weights are in host memory, too, if they are.
+    So have `home`, where the weights are in host memory, too, if they are, and `direction`, which only the first pass
+    over a matrix that ranks share writes, in place of weights.
     """
 
     segment: Segment
@@ -52,6 +53,7 @@ class Visit:
     state: Sequence[Tensor | None]
     scalars: Scalars
     home: Tensor | None = None
+    direction: Tensor | None = None
 
 
 class Visits:
@@ -99,10 +101,11 @@ class Visits:
         their memory again.
         """
         transfers = self._transfers
-        visits = [replace(visit, grads=visit.grads.to(DTYPES[visit.segment.grads_dtype])) for visit in visits]
+        visits = [replace(visit, grads=as_read(visit.segment, visit.grads, visit.direction)) for visit in visits]
         self._begin_slots()
         marks, returned = [], None
         read_later = [] if verdict is None else [verdict]
+        read_later += [visit.direction for visit in visits if visit.direction is not None]
         if awaited:
             read_later += (visit.grads for visit in visits)
         with transfers.visit(read_later):
@@ -121,8 +124,7 @@ class Visits:
                 after = None  # one stream fetches, in order
                 marks += [*arrival.span, *returned.span]
             updated = transfers.so_far()
-        for visit in visits:
-            count_write(visit.weights)
+        count_write([visit.weights for visit in visits if visit.direction is None])
         if not awaited:
             self._hold([visit.grads for visit in visits], updated)
         assert returned is not None, "a layer has elements"
@@ -200,7 +202,7 @@ class Visits:
         """Each pass over each visit's elements, in pieces as large as a slot."""
         for visit in visits:
             numel = visit.grads.numel()
-            for each in passes(visit.segment, visit.weights.data, visit.grads, visit.scalars):
+            for each in passes(visit.segment, visit.weights.data, visit.grads, visit.scalars, visit.direction):
                 for start in range(0, numel, self._numel):
                     yield visit, each, slice(start, min(start + self._numel, numel))
 

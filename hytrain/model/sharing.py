@@ -1,13 +1,15 @@
 """Which rank has which part of each parameter, so that a sum over all ranks counts replicas once.
 
     rank r: (stage, name, spans) of each part ── gather ──▶ the first rank that has a part counts it
+                                                        └─▶ who has the rest of a matrix of Muon's (`rounds`)
 
 Ranks of one pipeline stage train the same parameters, and share them out by the DTensors' meshes. Stages differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -27,8 +29,19 @@ Named = Sequence[tuple[str, nn.Parameter]]
 Part = tuple[str, Spans]
 
 
-def counted_here(ranks: Ranks, stage: int, named: Named, hyper: Sequence[tuple[object, ...]]) -> set[int]:
-    """The ids of the parameters whose parts this rank counts. All ranks call it.
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """The ids of the parameters whose parts this rank counts, and each rank's part of each parameter, by its name.
+
+    `parts` has the ranks of this one's stage, in ascending order, and no parts without elements.
+    """
+
+    counted: Set[int]
+    parts: Mapping[int, Mapping[str, Spans]] = field(default_factory=dict)
+
+
+def shared_out(ranks: Ranks, stage: int, named: Named, hyper: Sequence[tuple[object, ...]]) -> Sharing:
+    """How the parameters are shared out. All ranks call it.
 
     `hyper` has each parameter's hyperparameters.
 
@@ -36,7 +49,7 @@ def counted_here(ranks: Ranks, stage: int, named: Named, hyper: Sequence[tuple[o
     train different models, or one model in different ways. Warns of copies that differ.
     """
     if ranks.world == 1:
-        return {id(parameter) for _, parameter in named}
+        return Sharing({id(parameter) for _, parameter in named})
     whole: list[object] = [
         (name, tuple(parameter.shape), str(parameter.dtype), *numbers)
         for (name, parameter), numbers in zip(named, hyper, strict=True)
@@ -53,7 +66,14 @@ def counted_here(ranks: Ranks, stage: int, named: Named, hyper: Sequence[tuple[o
     others = {part: rank for part in sums if (rank := first[stage, part]) != ranks.rank}
     if differing := [part[0] for part, rank in others.items() if everyones[rank][part] != sums[part]]:
         warn(_COPIES.format(differing[0], ranks.rank))
-    return {identity for identity, part in parts.items() if first[stage, part] == ranks.rank}
+    return Sharing(
+        {identity for identity, part in parts.items() if first[stage, part] == ranks.rank},
+        {
+            rank: {name: its for name, its in theirs if all(begin < end for begin, end in its)}
+            for rank, (its_stage, _, theirs, _) in enumerate(found)
+            if its_stage == stage
+        },
+    )
 
 
 def _checksum(parameter: nn.Parameter) -> int:

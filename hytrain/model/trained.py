@@ -372,11 +372,11 @@ class TrainedLayer:
         """Allocate the layer's state on the GPU. Raises `torch.OutOfMemoryError`."""
         return DevicePlanes(self.spec.segments, self.weights, fresh=fresh)
 
-    def note_writes(self) -> None:
-        """Expect one more version of each parameter that the update under way writes."""
-        for segment, count in zip(self.segments, self.sent, strict=True):
-            if count and segment.owner.version is not None:
-                segment.owner.version += 1
+    def note_writes(self, written: Iterable[int]) -> None:
+        """Expect one more version of each parameter whose segment was written."""
+        for owner in [self.segments[index].owner for index in written]:
+            if owner.version is not None:
+                owner.version += 1
 
     def incoming(self) -> list[Copy]:
         """The copies of updated segments out of the `weights` plane."""

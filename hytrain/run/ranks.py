@@ -8,7 +8,7 @@ One process is rank 0 of 1, and needs no `torch.distributed`. Every method here 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +46,10 @@ class Ranks:
     def apart(self) -> Self:
         """The same ranks over a group of their own, for the collectives of another thread. Host memory only."""
         return self if self.world == 1 else replace(self, group=dist.new_group(backend="gloo"))
+
+    def among(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """The group of some ranks, this one among them, for collectives on their devices. All of these call it."""
+        return None if len(ranks) == self.world else dist.new_group([*ranks], use_local_synchronization=True)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, by rank. They travel as pickles: numbers, strings and tuples of them."""

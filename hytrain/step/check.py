@@ -155,7 +155,8 @@ class CheckedTrip(RoundTrip):
             now = self._arrays(copies.layer)
             for index, (segment, arrays) in enumerate(zip(copies.layer.segments, copies.arrays, strict=True)):
                 spec, gradient = segment.spec, copies.gradients.get(index)
-                if spec.rule in ON_DEVICE and segment.weights.is_cuda:  # its products of matrices are the GPU's
+                on_device = spec.rule in ON_DEVICE and segment.weights.is_cuda  # its products of matrices are the GPU's
+                if on_device or spec.is_shared:
                     self._check.left_out.add(segment.owner.name)
                     continue
                 if gradient is not None and scale is not None:

@@ -4,7 +4,8 @@
     the last backward's first gradient  ─▶ begin_step  so do masters and hyperparameters
     its end                             ─▶ complete    layers that lack gradients are sent, too; then the verdict
     step()                              ─▶ check       backward has updated what torch's optimizer would update now
-                                        ─▶ commit      without overlap, everything is sent here
+                                        ─▶ commit      without overlap, everything is sent here; matrices that ranks
+                                                       share are orthogonalized, and their updates end
 
 The stages of a pipeline end their backwards one after another, and each needs the next one's gradients. So the verdict
 of a stage, a collective, comes in `step()`.
@@ -198,6 +199,7 @@ class Commit:
         life = self._health.life
         if life.state is State.IDLE:
             self._verdicts.take_part(life.step)
+            self._device.end_step(self._read_groups)
             return False
         if self._read_groups() != self._device.groups:
             self._health.refuse(_TOO_LATE)
@@ -205,6 +207,7 @@ class Commit:
             self._flush()
             if self._overlap and self._is_stage:
                 self._judge()
+            self._device.end_step(self._read_groups)
         return True
 
     def close(self) -> None:

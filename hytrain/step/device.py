@@ -1,6 +1,7 @@
 """The updates that the trainer's device makes: at once, with state that visits it, or held until backward is over.
 
-If a step awaits a verdict, all of them are held. So are visits that would only make others wait.
+If a step awaits a verdict, all of them are held. So are visits that would only make others wait. The last pass over
+matrices that ranks share is made in `step()`.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import scalars
-from hytrain.memory.clock import Stream
+from hytrain.memory.clock import Span, Stream
 from hytrain.memory.visits import Visit
 from hytrain.model.block_life import Pin
 from hytrain.model.trained import TrainedLayer
 from hytrain.step.common import Common
 from hytrain.step.late import LateReads
+from hytrain.step.shared import SharedMatrices
 from protocol.handles import STATE_PLANES
 from protocol.rules import Hyper
 from protocol.visiting import Turn, put_off
@@ -27,10 +30,11 @@ from protocol.visiting import Turn, put_off
 class DeviceUpdates:
     """Those of one model. `positions`: the layers' positions in forward, as far as known. `groups`: of this step."""
 
-    def __init__(self, common: Common, host: Backend | None) -> None:
+    def __init__(self, common: Common, host: Backend | None, shared: SharedMatrices | None = None) -> None:
         self._layers, self._transfers, self._health = common.layers, common.transfers, common.health
         self._meter, self._verdicts, self._overlap = common.meter, common.verdicts, common.overlap
         self._host, self._visits, self._offload, self.late = host, common.visits, common.offload, LateReads(common)
+        self._shared = shared
         self.positions: Sequence[int] = [layer.spec.position for layer in common.layers]
         self.groups: tuple[Hyper, ...] = ()
         # The updates until backward is over: the layer, the stream that has made its gradients, and these.
@@ -93,44 +97,98 @@ class DeviceUpdates:
         """The factor of gradients, for scalars, or None for a skipped step; on a GPU, the verdict for its kernels."""
         return (1.0, self._verdicts.scale) if self._host is None else (self._verdicts.host_scale(), None)
 
-    def _make(self, layer: TrainedLayer, *update: Any) -> None:
-        """Where the state is may have changed since the update was held."""
-        (self._visit if layer.life.placement.visits else self._update)(layer, *update)
-
-    def _update(self, layer: TrainedLayer, step: int, counts: tuple[int, ...], gradients: dict[int, Tensor]) -> None:
-        """The state is on the device."""
+    def _make(self, layer: TrainedLayer, step: int, counts: tuple[int, ...], gradients: dict[int, Tensor]) -> None:
+        """The update, or of what ranks share the first pass of it."""
         scale, verdict = self._scale()
         if scale is None:
             return
+        directions = {
+            index: torch.empty_like(gradient, dtype=torch.float32)
+            for index, gradient in gradients.items()
+            if layer.segments[index].spec.is_shared
+        }
+        kind, span = self._pass(layer, counts, gradients, directions, scale, verdict)
+        self._meter.span(kind, layer.lid, step, span)
+        if directions:
+            assert self._shared is not None, "who shares matrices was agreed on"
+            self._shared.keep(layer, counts, directions)
+
+    def end_step(self, read_groups: Callable[[], tuple[Hyper, ...]]) -> None:
+        """`step()` was called: make the last pass over what ranks share. Ranks without gradients take part, too."""
+        scale, verdict = self._scale()
+        if self._shared is None or scale is None:
+            return
+        for parts in self._shared.orthogonalize(read_groups()):
+            for layer, (counts, of) in parts.items():
+                _, span = self._pass(layer, counts, of, {}, scale, verdict)
+                self._transfers.clock.recycle(span)
+                self._visits.make_room()
+
+    def _pass(
+        self,
+        layer: TrainedLayer,
+        counts: tuple[int, ...],
+        gradients: dict[int, Tensor],
+        directions: dict[int, Tensor],
+        *scale: Any,
+    ) -> tuple[str, Span]:
+        """Where the state is may have changed since the update was held, or since the first pass."""
+        update = self._visit if layer.life.placement.visits else self._update
+        measured = update(layer, counts, gradients, directions, *scale)
+        layer.note_writes(gradients.keys() - directions.keys())
+        return measured
+
+    def _update(
+        self,
+        layer: TrainedLayer,
+        counts: tuple[int, ...],
+        gradients: dict[int, Tensor],
+        directions: dict[int, Tensor],
+        scale: float,
+        verdict: Tensor | None,
+    ) -> tuple[str, Span]:
+        """The state is on the device."""
         began = self._transfers.clock.mark()
         alike: dict[tuple[int, int], dict[int, Tensor]] = {}
         for index, gradient in gradients.items():
             alike.setdefault((layer.segments[index].spec.group, counts[index]), {})[index] = gradient
         for (group, count), of in alike.items():
-            layer.device.update(of, scalars(self.groups[group], count, scale), self._host, verdict)
-        self._meter.span("gpu_update_s", layer.lid, step, (began, self._transfers.clock.mark()))
-        layer.note_writes()
+            layer.device.update(of, scalars(self.groups[group], count, scale), self._host, verdict, directions)
+        return "gpu_update_s", (began, self._transfers.clock.mark())
 
-    def _visit(self, layer: TrainedLayer, step: int, counts: tuple[int, ...], gradients: dict[int, Tensor]) -> None:
+    def _visit(
+        self,
+        layer: TrainedLayer,
+        counts: tuple[int, ...],
+        gradients: dict[int, Tensor],
+        directions: dict[int, Tensor],
+        scale: float,
+        verdict: Tensor | None,
+    ) -> tuple[str, Span]:
         """The state is in host memory, and visits the device."""
-        scale, verdict = self._scale()
-        if scale is None:
-            return
         if layer.block is not None:
             self._offload.before_update(layer.block)
         segments, state = layer.segments, [layer.state(plane) for plane in STATE_PLANES]
         homes = layer.arena.weights if layer.keeps_weights else [None] * len(segments)
         numbers = {i: scalars(self.groups[segments[i].spec.group], counts[i], scale) for i in gradients}
         visits = [
-            Visit(segments[i].spec, segments[i].weights, grads, [plane[i] for plane in state], numbers[i], homes[i])
+            Visit(
+                segments[i].spec,
+                segments[i].weights,
+                grads,
+                [plane[i] for plane in state],
+                numbers[i],
+                homes[i],
+                directions.get(i),
+            )
             for i, grads in gradients.items()
         ]
         awaited = self._verdicts.awaited
         layer.landing, layer.returned = self._visits.update(
             visits, after=layer.returned, host=self._host, verdict=verdict, awaited=awaited
         )
-        self._meter.span("visit_s", layer.lid, step, layer.returned.span)
-        layer.note_writes()
+        return "visit_s", layer.returned.span
 
     def close(self) -> None:
         self._held.clear()
+        self._shared = None

@@ -56,6 +56,7 @@ from hytrain.step.measure import Meter
 from hytrain.step.offload import Offload
 from hytrain.step.parking import Parking
 from hytrain.step.reads import Reads
+from hytrain.step.shared import SharedMatrices
 from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
 from protocol.messages import (
@@ -114,14 +115,14 @@ class Engine:
         lending: Lending,
         activations: Activations | None = None,
         check: SelfCheck | None = None,
+        shared: SharedMatrices | None = None,
         blocks: Sequence[OffloadedBlock] = (),
         is_stage: bool = False,
         updater: str = "the optimizer process",
         hang_timeout_s: float = math.inf,
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
-        self._activations, self._accumulation, self._memory = activations, accumulation, memory
-        self._lending = lending
+        self._activations, self._accumulation, self._memory, self._lending = activations, accumulation, memory, lending
         self.renew: Callable[[], bool] = lambda: False
         self._health = Health(accumulation.timing, updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
@@ -148,7 +149,7 @@ class Engine:
             overlap=options.overlap,
             is_stage=is_stage,
         )
-        self._device = device = DeviceUpdates(common, host)
+        self._device = device = DeviceUpdates(common, host, shared)
         self._trip = trip = RoundTrip(common, device) if check is None else CheckedTrip(common, device, check)
         planes = plane_sums(options, self.verdicts.takes_norms, transfers, trip.await_update)
         accumulation.begin_anew(partial(choose_sums, options.accumulate_on, parameters, transfers, memory.room), planes)

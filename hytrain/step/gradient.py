@@ -133,7 +133,7 @@ class RoundTrip:
             copies = []
         landing = self._transfers.weights_in(copies)
         with self._health.changed:
-            layer.note_writes()
+            layer.note_writes(index for index, count in enumerate(layer.sent) if count)
             layer.landing, layer.source = landing, layer.planes
             if layer.moving is not None:
                 layer.moving.start(layer.arena, self._transfers)

@@ -680,15 +680,11 @@ def other_accumulation() -> tuple[nn.Module, dict[str, Any]]:
     return plain(), {"grad_accumulation": 1 + dist.get_rank()}
 
 
-def matrices_of_muon() -> tuple[nn.Module, dict[str, Any]]:
-    return plain(), {"kind": hytrain.Muon}
-
-
 def refusal(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> str:
     """What HyTrain says. The ranks are still together afterwards."""
     model, options = make()
     try:
-        options.pop("kind", hytrain.AdamW)(model, lr=LR, **options).close()
+        hytrain.AdamW(model, lr=LR, **options).close()
         said = "nothing"
     except HyTrainError as error:
         said = str(error)
@@ -710,10 +706,6 @@ def refusal(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> str:
         (offloaded, r"offload_weights with several ranks.*leave it out"),
         (per_layer_on_one, r"the same .*clip"),
         (other_betas, r"param_groups"),
-        (
-            matrices_of_muon,
-            r"this rank has a shard of it, and Muon needs it whole: put it into a group with use_muon=Fa",
-        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import adamw, wait_for_coordinator
+from helpers import opened, wait_for_coordinator
 from ranks import RankGroup
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import hytrain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
 
@@ -36,14 +38,14 @@ def llama(*, dtype: torch.dtype = torch.bfloat16, prefetch: bool = False, **opti
     return model  # type: ignore[no-any-return]
 
 
-def run(options: dict[str, Any], making: dict[str, Any], backwards: int = 1) -> dict[str, Tensor]:
+def run(options: dict[str, Any], making: dict[str, Any], backwards: int = 1, kind: str = "AdamW") -> dict[str, Tensor]:
     """Train. Returns the losses and this rank's shards, on the CPU."""
     torch.use_deterministic_algorithms(True)
     rank = dist.get_rank()
     options = {name: value[rank] if isinstance(value, tuple) else value for name, value in options.items()}
     model: Any = llama(**making)
     losses = []
-    with adamw(model, lr=1e-3, grad_accumulation=backwards, **options) as opt:
+    with opened(getattr(hytrain, kind), model, lr=1e-3, grad_accumulation=backwards, **options) as opt:
         for step in range(STEPS):
             for part in range(backwards):
                 generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
@@ -63,22 +65,24 @@ def run(options: dict[str, Any], making: dict[str, Any], backwards: int = 1) -> 
 
 
 @pytest.mark.parametrize(
-    "options, making, backwards",
+    "options, making, backwards, kind",
     [
-        ({}, {}, 1),
-        ({"max_grad_norm": 0.5}, {"prefetch": True}, 1),
-        ({}, {"dtype": torch.float32, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, 1),
-        ({}, {"reshard_after_forward": False}, 2),
+        ({}, {}, 1, "AdamW"),
+        ({"max_grad_norm": 0.5}, {"prefetch": True}, 1, "AdamW"),
+        ({}, {"dtype": torch.float32, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, 1, "AdamW"),
+        ({}, {"reshard_after_forward": False}, 2, "AdamW"),
+        ({}, {}, 1, "Muon"),
+        ({"max_grad_norm": 0.5}, {"dtype": torch.float32, "prefetch": True}, 2, "Muon"),
     ],
-    ids=["bfloat16", "prefetch, clipped", "mixed precision", "ZeRO-2, accumulated"],
+    ids=["bfloat16", "prefetch, clipped", "mixed precision", "ZeRO-2, accumulated", "Muon", "Muon, clipped"],
 )
 def test_the_same_bits_for_any_owner(
-    options: dict[str, Any], making: dict[str, Any], backwards: int, two_gpus: RankGroup
+    options: dict[str, Any], making: dict[str, Any], backwards: int, kind: str, two_gpus: RankGroup
 ) -> None:
-    expected = two_gpus.run(run, {**options, "k": 1.0}, making, backwards)
+    expected = two_gpus.run(run, {**options, "k": 1.0}, making, backwards, kind)
     assert expected[0]["losses"][-1] < expected[0]["losses"][0]
     for choice in ({"k": 0.0}, {"k": (0.0, 1.0)}, {"k": "auto", "policy": "random"}):
-        found = two_gpus.run(run, {**options, **choice}, making, backwards)
+        found = two_gpus.run(run, {**options, **choice}, making, backwards, kind)
         for rank, (theirs, whole) in enumerate(zip(found, expected, strict=True)):
             unequal = [name for name, value in whole.items() if not torch.equal(theirs[name], value)]
             assert not unequal, (choice, rank, unequal)

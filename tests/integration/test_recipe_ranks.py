@@ -94,6 +94,14 @@ def test_two_ranks_train_as_one_and_one_goes_on_from_them(two_ranks: RankGroup, 
     assert alike(train(recipe, "parts", *options, "train.resume=latest"), whole)
 
 
+def test_ranks_share_the_matrices_of_muon(two_ranks: RankGroup, recipe: Path) -> None:
+    """In its products, a last bit becomes several: so the losses are near to those of one rank."""
+    options = ("train.optimizer=muon", "train.lr=0.002", "sample=null")
+    whole = train(recipe, "whole", *options)
+    for found in two_ranks.run(train, recipe, "ranks", *options):
+        assert found.training_loss == pytest.approx(whole.training_loss, rel=1e-2)
+
+
 def test_a_mesh_of_tensor_and_data_ranks_weighs_answers_by_their_tokens(four_ranks: RankGroup, recipe: Path) -> None:
     """Answers differ in length, so that ranks differ in how many tokens they learn. Weights are tied."""
     chat = ("tokenizer.chat_template=chatml", CHAT % (recipe.parent / "rows.jsonl"), "model.config.vocab_size=256")

@@ -1,0 +1,84 @@
+"""Streams and events of a GPU over a CPU's memory, so that the code that copies to and from a GPU runs without one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+import torch
+
+from hytrain.memory.clock import HostClock
+from hytrain.memory.transfer import CudaTransfers
+
+
+class Event:
+    """Work is done when it is asked for, so an event is passed when it is recorded."""
+
+    def __init__(self, **options: bool) -> None:
+        self.at_s: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.at_s = time.monotonic()
+
+    def synchronize(self) -> None:
+        assert self.at_s is not None, "waits for what was never recorded"
+
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
+    def wait(self, stream: Stream) -> None:
+        self.synchronize()
+        stream.waited_for.add(self)
+
+
+class Stream:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.waited_for: set[Stream | Event] = set()
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waited_for.add(other)
+
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+        self.waited_for.add(event)
+
+
+class OverHostMemory(CudaTransfers):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.clock = HostClock()
+
+    def pin(self, address: int, nbytes: int, *, gently: bool = False) -> None:
+        pass
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        pass
+
+
+class Current:
+    """The user's streams, and the one that is current."""
+
+    def __init__(self) -> None:
+        self.streams = Stream(), Stream()
+        self.stream = self.streams[0]
+
+
+def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Current:
+    """From now on, copies take the GPU's way."""
+    current = Current()
+    for name, stub in {
+        "Event": Event,
+        "Stream": Stream,
+        "current_stream": lambda device=None: current.stream,
+        "default_stream": lambda device=None: current.streams[0],
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda device=None: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr("hytrain.memory.transfer.current_stream", lambda device: current.stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
+    monkeypatch.setattr("hytrain.build.transfers_for", OverHostMemory)
+    monkeypatch.setattr("examples.studies.cotraining.partner.transfers_for", OverHostMemory)
+    return current
