@@ -9,6 +9,7 @@ A session builds at its start, and again when other parameters are to be trained
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 from collections.abc import Callable, Sequence, Set
 from dataclasses import astuple
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 
 from hytrain.checks import Groups
 from hytrain.config import Cluster
-from hytrain.errors import UnsupportedError
+from hytrain.errors import BackendUnavailable, UnsupportedError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.torch_backend import vectors
 from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, host_free, require_host_memory
 from hytrain.memory.lending import Lending
+from hytrain.memory.reclaim import serving
 from hytrain.memory.transfer import transfers_for
 from hytrain.memory.visits import ring_bytes
 from hytrain.model import fsdp
@@ -184,6 +186,7 @@ class Build:
             _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
         self.transfers, self._hold_bytes = transfers_for(site.device), site.memory.for_waiting_bytes()
         self._host = _host_backend(options.backend) if site.device.type == "cpu" else None
+        self._reclaim = _reclaim_library(site.device)
         return calibrate([layer.spec for layer in self.layers], site.device, self.transfers, self._host)
 
     def engine(self, link: Link, plans: PlanBook) -> Engine:
@@ -213,6 +216,7 @@ class Build:
             blocks=self.blocks,
             is_stage=site.stage is not None,
             lending=Lending(self.parameters, self.transfers, partial(_lender, cluster, rank)),
+            reclaim=self._reclaim,
             trace=TraceWriter(cluster.run_dir, link.address, EVERY_STEP if cluster.trace else NO_STEP),
             updater=f"optimizer-{rank} (process {cluster.optimizer_pids[rank]})",
             hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,
@@ -283,6 +287,17 @@ class Build:
 def _lender(cluster: Cluster, rank: int, lending: Lending) -> Callable[[], None]:
     """Open the door at which other processes ask for weights. Returns what closes it."""
     return Lender(lending, socket_dir=cluster.socket_dir, token=cluster.token, rank=rank).close
+
+
+def _reclaim_library(device: torch.device) -> ctypes.CDLL | None:
+    """What serves torch's allocator of a GPU; None on a CPU, and, with a warning, where that cannot be."""
+    if device.type == "cpu":
+        return None
+    try:
+        return serving(device)
+    except BackendUnavailable as reason:
+        _log.warning("state cannot leave the GPU while torch allocates, only before a larger batch: %s", reason)
+        return None
 
 
 def _host_backend(name: str) -> Backend:

@@ -153,6 +153,11 @@ class GpuMemory:
             self._settle()
             self._needed = 0
 
+    def forget(self) -> None:
+        """The same, where torch's peak has begun anew already."""
+        with self._lock:
+            self._needed = 0
+
     def for_state_bytes(self) -> int | None:
         """The first plan's bound, before a step was measured: what is free, less a margin.
 

@@ -36,6 +36,7 @@ class DeviceUpdates:
         # The updates until backward is over: the layer, the stream that has made its gradients, and these.
         self._held: list[tuple[TrainedLayer, Stream, Collection[Tensor], Callable[[], None]]] = []
         self._put_off: frozenset[int] = frozenset()  # of this step's visits
+        self.offer: Callable[[TrainedLayer], None] = lambda layer: None  # its state is used no more in this step
 
     def begin_step(self) -> None:
         """Choose which layers' visits are put off, by the times of the last step that was measured."""
@@ -57,6 +58,7 @@ class DeviceUpdates:
 
     def update(self, layer: TrainedLayer, gradients: dict[int, Tensor], stream: Stream) -> None:
         """Update the layer with the gradients of its segments, which `stream`, the current one, has made."""
+        layer.take_back()
         self.late.keep(layer, gradients)
         visits = layer.life.placement.visits
         is_held = self._overlap and (self._verdicts.awaited or (visits and self._puts_off(layer, gradients.values())))
@@ -95,7 +97,12 @@ class DeviceUpdates:
 
     def _make(self, layer: TrainedLayer, *update: Any) -> None:
         """Where the state is may have changed since the update was held."""
-        (self._visit if layer.life.placement.visits else self._update)(layer, *update)
+        layer.take_back()
+        if layer.life.placement.visits:
+            self._visit(layer, *update)
+        else:
+            self._update(layer, *update)
+            self.offer(layer)
 
     def _update(self, layer: TrainedLayer, step: int, counts: tuple[int, ...], gradients: dict[int, Tensor]) -> None:
         """The state is on the device."""

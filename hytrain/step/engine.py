@@ -13,6 +13,7 @@ No step ends with a barrier. `hooks` calls `reads`, `uses` and `backward`, `link
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -56,6 +57,7 @@ from hytrain.step.measure import Meter
 from hytrain.step.offload import Offload
 from hytrain.step.parking import Parking
 from hytrain.step.reads import Reads
+from hytrain.step.reclaim import Reclaiming
 from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
 from protocol.messages import (
@@ -112,6 +114,7 @@ class Engine:
         counted: Set[int],
         trace: TraceWriter,
         lending: Lending,
+        reclaim: ctypes.CDLL | None = None,
         activations: Activations | None = None,
         check: SelfCheck | None = None,
         blocks: Sequence[OffloadedBlock] = (),
@@ -159,6 +162,7 @@ class Engine:
         self._offload.heed(masters.import_written, masters.sample_freed)
         self._handover = Handover(common, trip)
         self.evictions = Evictions(common, device, self._handover, plans, memory)
+        self.reclaiming = Reclaiming(common, device, self._handover, self.evictions, reclaim)
         self._boundary = Boundary(common, self._handover, plans, gpu_room=memory.room, host_free=host_free)
         self.parking = Parking(common, self._handover, self._boundary, self.import_written)
         self._commit = Commit(common, trip, self._device, masters, self._boundary, host=host, read_groups=read_groups)
@@ -193,6 +197,7 @@ class Engine:
             if idle and torch.is_grad_enabled() and self.renew():
                 return
             if idle:
+                self.reclaiming.settle()
                 self._meter.restart()
                 self._handover.pin_visiting()
         self.reads.enter_root()
@@ -200,6 +205,7 @@ class Engine:
     def step(self) -> None:
         """End the step, whose updates began in backward. Does nothing if there was no gradient."""
         self._health.check()
+        self.reclaiming.settle()
         self._meter.enter_boundary()
         self.backward.begin_by_hand()
         self.backward.end_outside()
@@ -219,6 +225,7 @@ class Engine:
         room = self._boundary.report(ended, self.steps)
         self._device.late.heed(room)
         self.evictions.end_step(room)
+        self.reclaiming.end_step(room)
         self._visits.lent_bytes = self._offload.for_visits_bytes  # from the next step on
         if (positions := self.reads.learned_order()) is not None:
             self._device.positions = positions
@@ -334,6 +341,7 @@ class Engine:
         elif self.verdicts.awaited and any(layer.life.updated == step for layer in self._layers):
             raise UsageError("synchronize() in a backward whose updates wait for the norm: call it after opt.step()")
         self._health.check()
+        self.reclaiming.settle()
         if not self.verdicts.awaited:
             self._device.update_held()  # in a backward, visits that are put off
         self.reads.synchronize()
@@ -414,6 +422,7 @@ class Engine:
         """Free all planes, once no copy from or to them is under way."""
         with contextlib.suppress(RuntimeError):  # a device that has failed no longer copies anything
             self._transfers.drain()
+        self.reclaiming.close()
         if not self._handover.close():
             return
         self._accumulation.close()  # some are in planes

@@ -1,0 +1,257 @@
+"""torch's allocator evicts state where it lacks memory: on device "cpu", with a budget (tests/budget.cpp)."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from budgets import Budget, budgeted
+from helpers import adamw, differing, records, state, train, wait_for_coordinator, weights
+from small_models import gpt2, llama, perceptron, square_loss, tokens
+from test_evictions import MODES, PLACED, STEPS, at_every_turn
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from variants import every_second
+
+import hytrain
+from hytrain.memory import visits
+from hytrain.memory.capacity import Room
+from hytrain.memory.planes import DevicePlanes
+from hytrain.step import offload
+from protocol.placement import VISIT
+
+
+@pytest.fixture
+def budget() -> Iterator[Budget]:
+    with budgeted() as budget:
+        yield budget
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
+
+
+def make_ready(opt: hytrain.AdamW) -> None:
+    """Memory for all state that can leave. What is offered then, is with its next update."""
+    handover = opt._engine._handover
+    handover.make_ready(opt._session.layers)
+    handover.wait()
+
+
+def pressing(budget: Budget, chance: float, number: int = 0) -> Callable[[], None]:
+    """Now and then, an allocation has no room."""
+    rng = random.Random(number)
+
+    def act() -> None:
+        if rng.random() < chance:
+            budget.press()
+
+    return act
+
+
+def evicted_bytes(opt: hytrain.AdamW) -> int:
+    wait_for_coordinator(opt)
+    return int(records(opt)[-1].get("evicted_bytes", 0))
+
+
+@every_second(dtype=[torch.float32, torch.bfloat16, torch.float16], mode=MODES.keys())
+def test_evictions_in_any_phase_leave_the_bits(mode: str, dtype: torch.dtype, budget: Budget) -> None:
+    found, make = [], gpt2 if dtype is torch.float32 else llama
+    for evicts in (False, True):
+        model = make(dtype)
+        with adamw(model, k=1.0, **MODES[mode]) as opt:
+            make_ready(opt)
+            with at_every_turn(model, pressing(budget, 0.02 if evicts else 0.0)):
+                train(model, opt, range(STEPS))
+            found.append(state(opt) | weights(model))
+            assert bool(evicted_bytes(opt)) is evicts
+    assert differing(*found) == []
+
+
+@pytest.mark.parametrize("choice", PLACED)
+def test_evictions_beside_all_placements_leave_the_bits(
+    choice: str, budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "SLOTS", 1)
+    expected, steps = llama(torch.bfloat16), 30
+    clipped = {name: value for name, value in PLACED[choice].items() if name == "max_grad_norm"}
+    with adamw(expected, k=0.0, **clipped) as other:
+        train(expected, other, range(steps))
+        wanted = state(other) | weights(expected)
+    model = llama(torch.bfloat16)
+    with adamw(model, **PLACED[choice]) as opt:
+        with at_every_turn(model, pressing(budget, 0.003)):
+            for step in range(steps):
+                make_ready(opt)
+                train(model, opt, [step])
+                wait_for_coordinator(opt)
+                opt._engine._handover.wait()
+        assert evicted_bytes(opt)
+        assert differing(state(opt) | weights(model), wanted) == []
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_evictions_between_backwards_that_sum_leave_the_bits(many: bool, budget: Budget) -> None:
+    found = []
+    for chance in (0.0, 0.05):
+        model = perceptron()
+        with adamw(model, k=1.0, grad_accumulation=2 if many else 1, updates="auto") as opt:
+            make_ready(opt)
+            act = pressing(budget, chance)
+            with at_every_turn(model, act):
+                for step in range(STEPS):
+                    for part in range(2 if many else 1):
+                        square_loss(model, 2 * step + part).backward()
+                        act()
+                    opt.step()
+                    opt.zero_grad()
+            assert bool(evicted_bytes(opt)) is bool(chance)
+            found.append(state(opt) | weights(model))
+    assert differing(*found) == []
+
+
+class Checkpointed(nn.Module):
+    """Computes as `inner` does, and what autograd needs again in backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, values: torch.Tensor) -> Any:
+        return checkpoint(self.inner, values, use_reentrant=False)
+
+
+class Wide(nn.Module):
+    """Most of its memory is what it computes in between. `in_backward`: only there."""
+
+    def __init__(self, *, in_backward: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(6)]
+        self.blocks = nn.Sequential(*[Checkpointed(block) if in_backward else block for block in blocks])
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.blocks(values)
+        return found
+
+
+def learn(model: nn.Module, opt: hytrain.AdamW, rows: list[int]) -> None:
+    for number, many in enumerate(rows):
+        values = torch.randn(many, 64, generator=torch.Generator().manual_seed(number))
+        model(values).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_batch_four_times_the_largest_so_far_goes_through(in_backward: bool, budget: Budget) -> None:
+    found, rows = [], [32, 32, 32, 128, 32, 128]
+    for is_capped in (False, True):
+        model = Wide(in_backward=in_backward)
+        with adamw(model, k=1.0) as opt:
+            make_ready(opt)
+            budget.limit = budget.limit  # the peak begins anew
+            learn(model, opt, rows[:3])
+            if is_capped:
+                budget.limit = budget.peak + (1 << 14)
+            refusals = budget.refusals
+            learn(model, opt, rows[3:])
+            assert (budget.refusals > refusals) is is_capped
+            assert bool(evicted_bytes(opt)) is is_capped
+            found.append(state(opt) | weights(model))
+            budget.limit = (1 << 63) - 1
+    assert differing(*found) == []
+
+
+def test_memory_that_another_takes_and_gives_back(budget: Budget) -> None:
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        budget.limit = budget.limit
+        train(model, opt, range(3))
+        budget.limit = budget.peak
+        nbytes = sum(layer.device.nbytes for layer in opt._session.layers) // 2
+        train(model, opt, [3])  # offered again
+        other = torch.empty(nbytes, dtype=torch.uint8)
+        train(model, opt, [4])
+        assert evicted_bytes(opt) > 0
+        del other
+        train(model, opt, [5, 6])
+
+
+def test_what_does_not_fit_evicts_nothing_that_would_not_help(budget: Budget) -> None:
+    """Not even all state would make room. On a CPU, only what is offered counts."""
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        train(model, opt, range(2))
+        opt._engine.synchronize()
+        assert opt._engine.reclaiming._count() == opt._engine.reclaiming._evicted
+        with pytest.raises(torch.OutOfMemoryError):
+            budget.limit = budget.used
+            torch.empty(1 << 40, dtype=torch.uint8)
+        budget.limit = (1 << 63) - 1
+        train(model, opt, [2])
+
+
+def test_state_that_somebody_views_stays(budget: Budget) -> None:
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        train(model, opt, range(2))
+        viewed = {layer.lid: layer.holds.parts[0][:1] for layer in opt._session.layers}  # type: ignore[union-attr]
+        budget.press(1 << 40)
+        assert not any(layer.offer is not None and layer.life.placement is VISIT for layer in opt._session.layers)
+        assert all(isinstance(layer.planes, DevicePlanes) for layer in opt._session.layers)
+        assert all(part.untyped_storage().nbytes() for part in viewed.values())
+
+
+def test_state_is_read_where_it_has_gone(budget: Budget) -> None:
+    """By whoever asks, and on whichever thread."""
+    found = []
+    for evicts in (False, True):
+        model = llama()
+        with adamw(model, k=1.0) as opt:
+            make_ready(opt)
+            train(model, opt, range(2))
+            if evicts:
+                budget.press(1 << 40)
+                assert all(layer.offer is not None for layer in opt._session.layers)
+                thread = threading.Thread(target=lambda: found.append(state(opt)))
+                thread.start()
+                thread.join()
+                assert all(layer.life.placement is VISIT for layer in opt._session.layers)
+            else:
+                found.append(state(opt))
+    assert differing(*found) == []
+
+
+def test_the_record_says_what_has_left_and_why(budget: Budget) -> None:
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        train(model, opt, range(2))
+        budget.press(2_000_000)
+        train(model, opt, [2])
+        last = records(opt, 3)[-1]
+    assert last["reason"].endswith(" s, for a request of 2 MB that had no room")
+    assert last["evict_s"] > 0 and last["evicted_bytes"] > 0
+
+
+def test_memory_is_made_ready_for_as_much_as_a_batch_takes(budget: Budget) -> None:
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        train(model, opt, range(2))
+        reclaiming, handover, layers = opt._engine.reclaiming, opt._engine._handover, opt._session.layers
+        last = max(layers, key=lambda layer: opt._engine._device.positions[layer.lid])
+        reclaiming.end_step(Room(1 << 40, 1001, 1000))
+        handover.wait()
+        assert [layer for layer in layers if handover.arenas.kept(layer) is not None] == [last]
+        reclaiming.end_step(Room(1 << 40, 1 << 39, 1000))
+        handover.wait()
+        assert all(handover.arenas.kept(layer) is not None for layer in layers)
