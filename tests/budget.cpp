@@ -18,7 +18,9 @@ struct Header {
 
 constexpr size_t before = 64;
 
-void give_back(void* address) {
+void give_back(void* data) {
+    if (!data) return;
+    void* address = static_cast<char*>(data) - before;
     used -= static_cast<Header*>(address)->nbytes;
     std::free(address);
 }
@@ -26,16 +28,20 @@ void give_back(void* address) {
 struct Budget : c10::Allocator {
     c10::DataPtr allocate(size_t nbytes) override {
         const int64_t now = used += int64_t(nbytes);
-        if (now > budget) {
+        void* address = now > budget ? nullptr : std::aligned_alloc(64, (before + nbytes + 63) / 64 * 64);
+        if (!address) {
             used -= int64_t(nbytes);
             ++refusals;
             TORCH_CHECK_WITH(OutOfMemoryError, false, "the budget lacks memory for ", nbytes, " bytes");
         }
         for (int64_t most = peak; now > most && !peak.compare_exchange_weak(most, now);) {
         }
-        void* address = std::aligned_alloc(64, (before + nbytes + 63) / 64 * 64);
         static_cast<Header*>(address)->nbytes = int64_t(nbytes);
-        return {static_cast<char*>(address) + before, address, &give_back, c10::Device(c10::kCPU)};
+        void* data = static_cast<char*>(address) + before;
+        return {data, data, &give_back, c10::Device(c10::kCPU)};
+    }
+    c10::DeleterFnPtr raw_deleter() const override {
+        return &give_back;
     }
     void copy_data(void* to, const void* from, size_t nbytes) const override {
         default_copy_data(to, from, nbytes);

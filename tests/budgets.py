@@ -21,9 +21,11 @@ class Budget:
 
     def __init__(self) -> None:
         self._library = opened(Path(__file__).with_name("budget.cpp"), reclaim.torch_flags())
+        self._library.budget_install()
         for name, *arguments in (("set", ctypes.c_int64), ("used",), ("peak",), ("refusals",)):
             function = getattr(self._library, f"budget_{name}")
             function.restype, function.argtypes = ctypes.c_int64, arguments
+        self._served = reclaim.serving(torch.device("cpu"))
         self._limit = UNBOUNDED
 
     @property
@@ -45,6 +47,11 @@ class Budget:
         return int(self._library.budget_peak())
 
     @property
+    def evictions(self) -> int:
+        """How many layers' state has left in this process."""
+        return int(self._served.hytrain_reclaim_evictions())
+
+    @property
     def refusals(self) -> int:
         """How often there was no memory."""
         return int(self._library.budget_refusals())
@@ -64,10 +71,8 @@ class Budget:
 def budgeted() -> Iterator[Budget]:
     """While it is installed, HyTrain serves it as it would serve a GPU's."""
     budget = Budget()
-    budget._library.budget_install()
-    library = reclaim.serving(torch.device("cpu"))
     patches = pytest.MonkeyPatch()
-    patches.setattr("hytrain.build._reclaim_library", lambda device: library)
+    patches.setattr("hytrain.build._reclaim_library", lambda device: budget._served)
     try:
         yield budget
     finally:

@@ -67,6 +67,7 @@ struct Driver {
 std::mutex items_lock;
 std::vector<Item*> items;
 std::atomic<int64_t> evictions{0};
+std::string sentence;  // for those whose request is refused
 
 double now_s() {
     timespec now;
@@ -200,9 +201,13 @@ c10::DataPtr served(c10::Allocator* self, size_t nbytes) {
     while (true) {
         try {
             return served_one.allocate(self, nbytes);
-        } catch (const c10::OutOfMemoryError&) {
+        } catch (c10::OutOfMemoryError& error) {
             const c10::Device device = c10::impl::getDeviceGuardImpl(served_one.type)->getDevice();
-            if (evict(nbytes, device) == 0) throw;
+            if (evict(nbytes, device) == 0) {
+                const std::lock_guard<std::mutex> guard(items_lock);
+                if (!sentence.empty()) error.add_context(sentence);
+                throw;
+            }
             // What steps need begins anew, beside less state.
             if (auto* counts = dynamic_cast<c10::DeviceAllocator*>(self)) counts->resetPeakStats(device.index());
         }
@@ -300,6 +305,12 @@ void hytrain_reclaim_remove(Item* item) {
     const std::lock_guard<std::mutex> guard(items_lock);
     items.erase(std::find(items.begin(), items.end(), item));
     delete item;
+}
+
+// What an OutOfMemoryError says from now on, besides.
+void hytrain_reclaim_say(const char* what) {
+    const std::lock_guard<std::mutex> guard(items_lock);
+    sentence = what;
 }
 
 // How many items have left since the process began.

@@ -63,6 +63,7 @@ def _library() -> ctypes.CDLL:
         ("withdraw", ctypes.c_int, pointer, ctypes.POINTER(ctypes.c_double), ctypes.POINTER(integer)),
         ("has_left", ctypes.c_int, pointer),
         ("remove", None, pointer),
+        ("say", None, ctypes.c_char_p),
         ("evictions", integer),
     ):
         function = getattr(library, f"hytrain_reclaim_{name}")

@@ -16,6 +16,8 @@ import threading
 import weakref
 from typing import NamedTuple
 
+import torch
+
 from hytrain.memory.capacity import Room
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes
 from hytrain.memory.reclaim import Offer
@@ -50,6 +52,8 @@ class Reclaiming:
     ) -> None:
         self._layers, self._health, self._device = common.layers, common.health, device
         self._handover, self._evictions, self._library = handover, evictions, library
+        self._parameters, self._visits = common.parameters, common.visits
+        self.sentence, self._said = "", (-1, -1, -1, -1)
         self._known: dict[int, _Known] = {}  # by LID
         self._lock = threading.Lock()  # of an offer's end: a plan comes on the link's thread
         self._evicted = self._count()
@@ -116,8 +120,11 @@ class Reclaiming:
 
     def end_step(self, room: Room | None) -> None:
         """Have memory ready for as much state as a batch takes. `room`: what there is between two steps."""
+        if room is None:
+            return
+        self._say(room)
         arenas = self._handover.arenas
-        if self._library is None or room is None or arenas.is_full:
+        if self._library is None or arenas.is_full:
             return
         lacking, making = room.needed - room.now, []
         positions = self._device.positions
@@ -131,9 +138,34 @@ class Reclaiming:
         if making:
             self._handover.make_ready(making)
 
+    def _say(self, room: Room) -> None:
+        """What torch's OutOfMemoryError says from now on, besides."""
+        state = sum(layer.holds.nbytes for layer in self._layers if isinstance(layer.holds, DevicePlanes))
+        weights = sum(known.own.untyped_storage().nbytes() for known in self._parameters)
+        parts = (weights, state, self._visits.slots_bytes, room.needed - room.now)
+        if parts == self._said:
+            return
+        self._said = parts
+        told = [f"{nbytes / 1e9:.2f} GB" for nbytes in parts]
+        self.sentence = (
+            f"HyTrain: after the last step, weights took {told[0]} of this device, optimizer state {told[1]}, and "
+            f"slots for state that visits {told[2]}; steps needed up to {told[3]} more, for activations and gradients. "
+            "What is left of the state would not have made room. Use a smaller batch, or pass offload_activations=True "
+            'or offload_weights="auto"'
+        )
+        if self._library is not None:
+            self._library.hytrain_reclaim_say(self.sentence.encode())
+
+    def note(self, error: BaseException | None) -> None:
+        """A forward ends with this. Without the library, torch's error says nothing yet of what took the memory."""
+        if isinstance(error, torch.OutOfMemoryError) and self._library is None and self.sentence:
+            error.add_note(self.sentence)
+
     def close(self) -> None:
         """Nothing is offered any more. What has left is not told to anybody."""
         self._device.offer = lambda layer: None
+        if self._library is not None:
+            self._library.hytrain_reclaim_say(b"")
         with self._lock:
             for layer in self._layers:
                 if layer.offer is not None:
