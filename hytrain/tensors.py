@@ -150,7 +150,7 @@ def storage_of(tensor: Tensor) -> int:
 
 def impl_of(tensor: Tensor) -> int:
     """The address of torch's own object, c10::TensorImpl. It makes no object of the storage, as `storage_of` does."""
-    return int(tensor._cdata)  # type: ignore[attr-defined]
+    return int(tensor._cdata)
 
 
 def storage_bytes(tensor: Tensor) -> Tensor:

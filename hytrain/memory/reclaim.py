@@ -47,8 +47,9 @@ class _Piece(ctypes.Structure):  # reclaim.cpp's Piece
 
 def torch_flags() -> tuple[str, ...]:
     """What the library is built with: the headers of torch, whose version it is for, and its library."""
-    parts = Path(torch.__file__).parent
-    return (f"-DHYTRAIN_TORCH={VARIANT}", "-isystem", f"{parts / 'include'}", f"-L{parts / 'lib'}", "-Wl,--no-as-needed", "-lc10")
+    headers, libraries = (Path(torch.__file__).with_name(name) for name in ("include", "lib"))
+    linked = (f"-L{libraries}", "-Wl,--no-as-needed", "-lc10")  # whose copy in this process is found by its name
+    return (f"-DHYTRAIN_TORCH={VARIANT}", "-isystem", str(headers), *linked)
 
 
 @cache
@@ -112,7 +113,7 @@ class Offer:
         times_s, asked = (ctypes.c_double * 2)(), ctypes.c_int64()
         if not self._library.hytrain_reclaim_withdraw(self._item, times_s, ctypes.byref(asked)):
             return None
-        return Left(self._nbytes, *times_s, asked.value)
+        return Left(self._nbytes, times_s[0], times_s[1], asked.value)
 
     def close(self) -> None:
         """Forget it. The tensors must still be there, and not be offered."""

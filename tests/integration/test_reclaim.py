@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from budgets import UNBOUNDED, Budget, budgeted
 from helpers import adamw, differing, records, state, train, wait_for_coordinator, weights
-from small_models import gpt2, llama, perceptron, square_loss, tokens
+from small_models import gpt2, llama, perceptron, square_loss
 from test_evictions import MODES, PLACED, STEPS, at_every_turn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -23,7 +24,7 @@ from hytrain.memory import visits
 from hytrain.memory.capacity import Room
 from hytrain.memory.planes import DevicePlanes
 from hytrain.step import offload
-from protocol.placement import VISIT
+from protocol.placement import CPU, VISIT
 
 
 @pytest.fixture
@@ -188,19 +189,40 @@ def test_memory_that_another_takes_and_gives_back(budget: Budget) -> None:
         train(model, opt, [5, 6])
 
 
-def test_what_does_not_fit_evicts_nothing_that_would_not_help(budget: Budget) -> None:
-    """Not even all state would make room. On a CPU, only what is offered counts."""
+def test_enough_leaves_at_once_and_last_what_forward_needs_first(budget: Budget) -> None:
     model = llama()
     with adamw(model, k=1.0) as opt:
         make_ready(opt)
         train(model, opt, range(2))
-        opt._engine.synchronize()
-        assert opt._engine.reclaiming._count() == opt._engine.reclaiming._evicted
-        with pytest.raises(torch.OutOfMemoryError):
-            budget.limit = budget.used
-            torch.empty(1 << 40, dtype=torch.uint8)
-        budget.limit = UNBOUNDED
-        train(model, opt, [2])
+        positions = opt._engine._device.positions
+        order = sorted(opt._session.layers, key=lambda layer: positions[layer.lid], reverse=True)
+        sizes = [layer.holds.nbytes for layer in order if isinstance(layer.holds, DevicePlanes)]
+        refusals, before = budget.refusals, budget.evictions
+        budget.press(sizes[0] + 1)
+        assert (budget.refusals - refusals, budget.evictions - before) == (1, 2)
+        assert [layer.planes is layer.holds and layer.life.placement is VISIT for layer in order[:3]] == [
+            *(True, True),
+            False,
+        ]
+
+
+def test_a_plan_comes_when_state_has_left_that_it_moves(budget: Budget) -> None:
+    """It does without that."""
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        train(model, opt, range(2))
+        engine, layers = opt._engine, opt._session.layers
+        before = engine._boundary._plans.plan
+        assert before is not None and all(layer.offer is not None for layer in layers)
+        budget.press()
+        plan = replace(before, plan_id=before.plan_id + 1, places=before.places.moved({one.lid for one in layers}, CPU))
+        engine._handover.prepare(plan)
+        engine._handover.wait()
+        move = engine._handover._move
+        assert move is not None and len(move.leaving) == len(layers) - 1
+        assert all(layer.offer is None for layer in layers)
+        assert sum(layer.life.placement is VISIT for layer in layers) == 1
 
 
 def test_state_that_somebody_views_stays(budget: Budget) -> None:
