@@ -186,7 +186,7 @@ class Build:
             _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
         self.transfers, self._hold_bytes = transfers_for(site.device), site.memory.for_waiting_bytes()
         self._host = _host_backend(options.backend) if site.device.type == "cpu" else None
-        self._reclaim = _reclaim_library(site.device)
+        site.memory.serving = _reclaim_library(site.device)
         return calibrate([layer.spec for layer in self.layers], site.device, self.transfers, self._host)
 
     def engine(self, link: Link, plans: PlanBook) -> Engine:
@@ -216,7 +216,6 @@ class Build:
             blocks=self.blocks,
             is_stage=site.stage is not None,
             lending=Lending(self.parameters, self.transfers, partial(_lender, cluster, rank)),
-            reclaim=self._reclaim,
             trace=TraceWriter(cluster.run_dir, link.address, EVERY_STEP if cluster.trace else NO_STEP),
             updater=f"optimizer-{rank} (process {cluster.optimizer_pids[rank]})",
             hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,

@@ -11,6 +11,7 @@ verdict on a step's norm, has all but the gradients again.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -64,6 +65,7 @@ class GpuMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.serving: ctypes.CDLL | None = None  # what evicts state while torch allocates
         self.limit: int | None = None
         self._asked = 0
         self._usable = 0

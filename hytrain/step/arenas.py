@@ -32,7 +32,8 @@ class Arenas:
     """New ones, for the layers of one model."""
 
     def __init__(self, common: Common) -> None:
-        self._link, self._transfers = common.link, common.transfers
+        self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
+        self._told = set[TrainedLayer]()
         self._kept: dict[int, ArenaPlanes] = {}  # by LID: our own, which no layer uses now
         self.is_full = False  # the host has no more memory to make ready
 
@@ -93,6 +94,17 @@ class Arenas:
                 _log.debug("no memory is made ready for more state to leave the GPU: %s", reason)
                 self.is_full = True
                 return
+
+    def pin_visiting(self) -> None:
+        """Pin what was unpinned for somebody to read, and visits need, before a forward."""
+        for layer in self._layers:
+            if layer.life.placement.visits:
+                try:
+                    layer.arena.pin_state(gently=False)
+                except CapacityError as error:
+                    if layer not in self._told:
+                        self._told.add(layer)
+                        _log.warning("layer %s visits more slowly: %s", layer.name, error)
 
     def close(self) -> None:
         for arena in self._kept.values():

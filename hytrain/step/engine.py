@@ -13,7 +13,6 @@ No step ends with a barrier. `hooks` calls `reads`, `uses` and `backward`, `link
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -114,7 +113,6 @@ class Engine:
         counted: Set[int],
         trace: TraceWriter,
         lending: Lending,
-        reclaim: ctypes.CDLL | None = None,
         activations: Activations | None = None,
         check: SelfCheck | None = None,
         blocks: Sequence[OffloadedBlock] = (),
@@ -123,8 +121,7 @@ class Engine:
         hang_timeout_s: float = math.inf,
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
-        self._activations, self._accumulation, self._memory = activations, accumulation, memory
-        self._lending = lending
+        self._activations, self._accumulation, self._memory, self._lending = activations, accumulation, memory, lending
         self.renew: Callable[[], bool] = lambda: False
         self._health = Health(accumulation.timing, updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
@@ -146,7 +143,7 @@ class Engine:
             kept=KeptGradients(),
             visits=self._visits,
             offload=self._offload,
-            lending=self._lending,
+            lending=lending,
             activations=activations,
             overlap=options.overlap,
             is_stage=is_stage,
@@ -162,7 +159,7 @@ class Engine:
         self._offload.heed(masters.import_written, masters.sample_freed)
         self._handover = Handover(common, trip)
         self.evictions = Evictions(common, device, self._handover, plans, memory)
-        self.reclaiming = Reclaiming(common, device, self._handover, self.evictions, reclaim)
+        self.reclaiming = Reclaiming(common, device, self._handover, self.evictions, memory.serving)
         self._boundary = Boundary(common, self._handover, plans, gpu_room=memory.room, host_free=host_free)
         self.parking = Parking(common, self._handover, self._boundary, self.import_written)
         self._commit = Commit(common, trip, self._device, masters, self._boundary, host=host, read_groups=read_groups)
@@ -197,9 +194,8 @@ class Engine:
             if idle and torch.is_grad_enabled() and self.renew():
                 return
             if idle:
-                self.reclaiming.settle()
                 self._meter.restart()
-                self._handover.pin_visiting()
+                self._handover.arenas.pin_visiting()
         self.reads.enter_root()
 
     def step(self) -> None:
@@ -224,7 +220,6 @@ class Engine:
         self._trip.end_step()
         room = self._boundary.report(ended, self.steps)
         self._device.late.heed(room)
-        self.evictions.end_step(room)
         self.reclaiming.end_step(room)
         self._visits.lent_bytes = self._offload.for_visits_bytes  # from the next step on
         if (positions := self.reads.learned_order()) is not None:

@@ -350,15 +350,6 @@ class Handover:
             if isinstance(layer.planes, ArenaPlanes):
                 layer.planes.unpin_state()
 
-    def pin_visiting(self) -> None:
-        """Pin what `expose_state` has unpinned and visits need, before a forward."""
-        for layer in self._layers:
-            if layer.life.placement.visits:
-                try:
-                    layer.arena.pin_state(gently=False)
-                except CapacityError as error:
-                    self._tell_once(layer, f"layer {layer.name} visits more slowly: {error}")
-
     def has_worked(self) -> bool:
         """Whether layers moved, or their memory was prepared or released, since the last call."""
         with self._lock:

@@ -120,6 +120,7 @@ class Reclaiming:
 
     def end_step(self, room: Room | None) -> None:
         """Have memory ready for as much state as a batch takes. `room`: what there is between two steps."""
+        self._evictions.end_step(room)
         if room is None:
             return
         self._say(room)
