@@ -429,11 +429,7 @@ class Engine:
             self._offload.restore()
         for layer in self._layers:
             layer.close()
-        self._visits.close()
-        self._lending.close()
         if self._activations is not None:
             self._activations.close()
-        self.verdicts.close()
-        self._device.close()
-        self._commit.close()
-        self._meter.close()
+        for part in (self._visits, self._lending, self.verdicts, self._device, self._commit, self._meter):
+            part.close()

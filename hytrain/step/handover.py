@@ -83,8 +83,7 @@ class Handover:
         # Plans arrive on the link's thread. The lock keeps `_move` and the thread that works on it consistent.
         self._lock = threading.Lock()
         self._worked = self.is_parked = False
-        self._told: set[int] = set()  # layers for which memory was short
-        self._evicted = -1  # the newest plan that was known at the last eviction
+        self._told, self._evicted = set[int](), -1  # layers that lacked memory; the newest plan at the last eviction
 
     def start(self, plan: Plan) -> None:
         """Give layers their first placement: state is zero, the parameters are the masters. Raises `ClusterError`."""
