@@ -22,7 +22,8 @@ import hytrain
 from hytrain.errors import UsageError
 from hytrain.memory import visits
 from hytrain.memory.capacity import Room
-from hytrain.memory.planes import DevicePlanes
+from hytrain.memory.planes import ArenaPlanes, DevicePlanes
+from hytrain.model.trained import TrainedLayer
 from hytrain.step import offload
 from protocol.placement import CPU, VISIT
 
@@ -254,6 +255,32 @@ def test_state_is_read_where_it_has_gone(budget: Budget) -> None:
                 assert all(layer.life.placement is VISIT for layer in opt._session.layers)
             else:
                 found.append(state(opt))
+    assert differing(*found) == []
+
+
+def test_a_request_comes_while_all_parks(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the moment in which memory to leave to is taken and the copies, nothing else leaves there."""
+    found = []
+    for presses in (False, True):
+        model = llama()
+        with adamw(model, k=1.0) as opt:
+            make_ready(opt)
+            train(model, opt, range(2))
+            arenas = opt._engine._handover.arenas
+            own = arenas.own
+
+            def taken(layer: TrainedLayer, own: Any = own, presses: bool = presses) -> ArenaPlanes:
+                arena: ArenaPlanes = own(layer)
+                if presses:
+                    budget.press()
+                return arena
+
+            monkeypatch.setattr(arenas, "own", taken)
+            with opt.parked():
+                assert not any(isinstance(layer.planes, DevicePlanes) for layer in opt._session.layers)
+            monkeypatch.setattr(arenas, "own", own)
+            train(model, opt, [2])
+            found.append(state(opt) | weights(model))
     assert differing(*found) == []
 
 
