@@ -53,7 +53,8 @@ class Reclaiming:
         self._layers, self._health, self._device = common.layers, common.health, device
         self._handover, self._evictions, self._library = handover, evictions, library
         self._parameters, self._visits = common.parameters, common.visits
-        self.sentence, self._said = "", (-1, -1, -1, -1)
+        self.sentence = ""
+        self._room: Room | None = None  # after the last step
         self._known: dict[int, _Known] = {}  # by LID
         self._lock = threading.Lock()  # of an offer's end: a plan comes on the link's thread
         self._evicted = self._count()
@@ -69,16 +70,16 @@ class Reclaiming:
         arena, planes = self._handover.arenas.kept(layer), layer.holds
         if arena is None or not isinstance(planes, DevicePlanes):
             return
-        known = self._of(layer, planes, arena)
-
-        def begin() -> None:
-            layer.offer = self
-            known.offer.begin(self._device.positions[layer.lid])
-
         with self._lock:
+            offer = self._of(layer, planes, arena)
+
+            def begin() -> None:
+                layer.offer = self
+                offer.begin(self._device.positions[layer.lid])
+
             self._handover.offer(layer, begin)
 
-    def _of(self, layer: TrainedLayer, planes: DevicePlanes, arena: ArenaPlanes) -> _Known:
+    def _of(self, layer: TrainedLayer, planes: DevicePlanes, arena: ArenaPlanes) -> Offer:
         """Its offer, made anew if anything is elsewhere now."""
         known, weights = self._known.get(layer.lid), [] if layer.block is None else addresses(layer.weights)
         if known is None or known.device() is not planes or known.arena is not arena or known.weights != weights:
@@ -87,7 +88,7 @@ class Reclaiming:
             assert self._library is not None, "or nothing is offered"
             offer = Offer(self._library, planes.parts, leaving_copies(layer, planes, arena))
             known = self._known[layer.lid] = _Known(offer, weakref.ref(planes), arena, weights)
-        return known
+        return known.offer
 
     def take_back(self, layer: TrainedLayer) -> None:
         """What was offered stays, or has left and visits from now on."""
@@ -112,7 +113,8 @@ class Reclaiming:
         if (count := self._count()) == self._evicted:
             return
         self._evicted = count
-        left = [one for one in self._layers if one.offer is not None and self._known[one.lid].offer.has_left]
+        with self._lock:
+            left = [one for one in self._layers if one.offer is not None and self._known[one.lid].offer.has_left]
         for layer in left:
             layer.take_back()
         if left:
@@ -121,8 +123,9 @@ class Reclaiming:
     def end_step(self, room: Room | None) -> None:
         """Have memory ready for as much state as a batch takes. `room`: what there is between two steps."""
         self._evictions.end_step(room)
-        if room is None:
+        if room is None or room == self._room:  # as after the last step
             return
+        self._room = room
         self._say(room)
         arenas = self._handover.arenas
         if self._library is None or arenas.is_full:
@@ -137,6 +140,7 @@ class Reclaiming:
                 if arenas.kept(layer) is None:
                     making.append(layer)
         if making:
+            self._room = None  # a handover's thread may be at work
             self._handover.make_ready(making)
 
     def _say(self, room: Room) -> None:
@@ -144,9 +148,6 @@ class Reclaiming:
         state = sum(layer.holds.nbytes for layer in self._layers if isinstance(layer.holds, DevicePlanes))
         weights = sum(known.own.untyped_storage().nbytes() for known in self._parameters)
         parts = (weights, state, self._visits.slots_bytes, room.needed - room.now)
-        if parts == self._said:
-            return
-        self._said = parts
         told = [f"{nbytes / 1e9:.2f} GB" for nbytes in parts]
         self.sentence = (
             f"HyTrain: after the last step, weights took {told[0]} of this device, optimizer state {told[1]}, and "
