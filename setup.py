@@ -1,7 +1,8 @@
-"""What setup.cfg can't say: the README as the package index shows it, and the CPU kernels that a wheel has.
+"""What setup.cfg can't say: the README as the package index shows it, and the libraries that a wheel has.
 
 Built where there is a C++ compiler, a wheel has a library for each kind of CPU in `hytrain.kernels.build.VARIANTS`, and
-is for machines of this kind. Without a compiler, and installed with -e, first use compiles.
+is for machines of this kind. Built where there is torch, too, it has what serves that version's allocator. Without
+these, and installed with -e, first use compiles.
 """
 
 from __future__ import annotations
@@ -55,6 +56,14 @@ class BuildPy(build_py):
             return
         for variant, library in zip(variants, libraries):
             shutil.copyfile(library, into / package_name(source, variant))
+        try:
+            from hytrain.memory import reclaim
+
+            library = build(reclaim.SOURCE, environ, reclaim.torch_flags())
+        except (ImportError, BackendUnavailable) as reason:
+            self.warn(f"without what serves torch's allocator, which first use will compile: {reason}")
+            return
+        shutil.copyfile(library, into / package_name(reclaim.SOURCE, reclaim.VARIANT))
 
 
 class Wheel(bdist_wheel):

@@ -97,6 +97,9 @@ EAGER, COMPILED = "eager", "compiled blocks"
 KEPT, GRAPHED = "eager, activations kept", "CUDA graphs, activations kept"
 #: The whole model given to torch.compile, its activations kept.
 WHOLE: Final = "whole model compiled"
+#: What the part "growing" measures.
+RANDOM, FIRST, FOUR_TIMES = "lengths at random", "the same, the longest first", "four times the largest so far"
+NEIGHBOUR, PARK, STEADY = "another process takes memory", "parked and resumed", "nothing is evicted"
 UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor again"
 #: HyTrain with all weights in host memory, but for those of layers that the GPU owns.
 OFFLOADED: Final = f"{AUTO},offload_weights=1"
@@ -235,6 +238,8 @@ KNOWN: Final = {
     "sft-torch-fp32": Known(25, 0.4),
     "sft-torch-bf16": Known(25, 0.3, "no: bf16 moments, no masters"),
     "sft-hytrain": Known(30, 0.3),
+    "hytrain-growing": Known(30, 0.8),
+    "hytrain-unserved": Known(30, 0.8),
     # on several ranks, 7 B
     "fsdp2:no-offload": Known(25, 1.0),
     "fsdp2-muon:no-offload": Known(25, 1.5, "Muon"),
@@ -433,6 +438,28 @@ def sft(template: Job) -> list[Job]:
     small = replace(template, shape="1b" if template.shape == "3b" else template.shape, clip=CLIP)
     steps = Segment(batch=8, settle=AT_REST_STEPS, measure=20)
     return [job(small, system, steps) for system in SFT]
+
+
+def growing(template: Job) -> list[Job]:
+    """Batches that grow, below 24 GiB: of random lengths, and one four times the largest so far."""
+    base = replace(template, cap_gib=template.cap_gib or 24, sequence=16 * template.sequence)
+    lengths = [Segment(batch=1, label=label, settle=20, measure=180) for label in (RANDOM, FIRST)]
+    options = [system.partition(":")[2] for system in (AUTO, ROAMING)]
+    found = [job(base, f"hytrain-growing:{option}", one) for option in options for one in lengths]
+    once = Segment(batch=1, label=FOUR_TIMES, settle=50, measure=10)
+    return [*found, job(replace(base, sequence=base.sequence // 2), "hytrain-growing:auto", once)]
+
+
+def giving_way(template: Job) -> list[Job]:
+    """What others may take of the GPU's memory, and what it costs when nobody does."""
+    beside = Segment(batch=8, label=NEIGHBOUR, settle=AT_REST_STEPS, measure=80)
+    steady = Segment(batch=8, label=STEADY, settle=AT_REST_STEPS, measure=40)
+    parked = Segment(batch=1, label=PARK, settle=20, measure=10)
+    return [
+        job(template, "hytrain-growing:auto", beside),
+        *(job(template, f"{system}:auto", steady) for system in ("hytrain-growing", "hytrain-unserved")),
+        job(_shaped(template, "7b"), "hytrain-growing:auto", parked),
+    ]
 
 
 def saving(template: Job) -> list[Job]:
@@ -654,6 +681,8 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "identical": identical,
     "lean": lean,
     "sft": sft,
+    "growing": growing,
+    "giving_way": giving_way,
     "saving": saving,
     "experts": experts,
     "power": power,

@@ -107,6 +107,9 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
                 row.update(saved(job, segment, model, running, Path(run_dir), row["step_s"]))
             if job.ranks:
                 row = ranks.merged(row, job)
+            if "mean_s" in row:  # batches of several lengths
+                yield row
+                continue
             row["tflops"] = round(flops_per_step(job, parameters, segment.batch) / row["step_s"] / 1e12, 2)
             if peak := ranks.peak_tflops():
                 row["mfu"] = round(row["tflops"] / peak, 4)

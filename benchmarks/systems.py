@@ -272,6 +272,18 @@ def sft(model: nn.Module, setting: Setting, *, ours: bool = False) -> Training:
     return Training(partial(sft.measure, options=options))
 
 
+# ---------------------------------------------------------------- batches that grow
+
+
+def growing(model: nn.Module, setting: Setting, *, serves: bool = True) -> Training:
+    """HyTrain, whose batches grow. Without `serves`, no state leaves while torch allocates."""
+    from benchmarks import growing
+
+    os.environ["HYTRAIN_RECLAIM"] = str(int(serves))
+    running = hytrain_adamw(model, setting)
+    return Training(partial(growing.measure, optimizer=running.optimizer))
+
+
 # ---------------------------------------------------------------- peers
 
 
@@ -376,4 +388,6 @@ SYSTEMS: Final[dict[str, System]] = {
     "sft-torch-fp32": System(sft, dtype="float32"),
     "sft-torch-bf16": System(sft, dtype="bfloat16"),
     "sft-hytrain": System(partial(sft, ours=True)),
+    "hytrain-growing": System(growing),
+    "hytrain-unserved": System(partial(growing, serves=False)),
 }

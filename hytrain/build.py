@@ -9,6 +9,7 @@ A session builds at its start, and again when other parameters are to be trained
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 from collections.abc import Callable, Sequence, Set
 from dataclasses import astuple
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.checks import Groups
-from hytrain.config import Cluster
-from hytrain.errors import UnsupportedError
+from hytrain.config import Cluster, serves_allocator
+from hytrain.errors import BackendUnavailable, UnsupportedError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.torch_backend import vectors
 from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, host_free, require_host_memory
 from hytrain.memory.lending import Lending
+from hytrain.memory.reclaim import serving
 from hytrain.memory.transfer import transfers_for
 from hytrain.memory.visits import ring_bytes
 from hytrain.model import fsdp
@@ -186,6 +188,7 @@ class Build:
             _log.warning("the CPU updates with torch, which is slower and not bit for bit the same: %s", reason)
         self.transfers, self._hold_bytes = transfers_for(site.device), site.memory.for_waiting_bytes()
         self._host = _host_backend(options.backend) if site.device.type == "cpu" else None
+        site.memory.serving = _reclaim_library(site.device)
         return calibrate([layer.spec for layer in self.layers], site.device, self.transfers, self._host)
 
     def engine(self, link: Link, plans: PlanBook) -> Engine:
@@ -307,6 +310,17 @@ class Build:
 def _lender(cluster: Cluster, rank: int, lending: Lending) -> Callable[[], None]:
     """Open the door at which other processes ask for weights. Returns what closes it."""
     return Lender(lending, socket_dir=cluster.socket_dir, token=cluster.token, rank=rank).close
+
+
+def _reclaim_library(device: torch.device) -> ctypes.CDLL | None:
+    """What serves torch's allocator of a GPU, if asked for; None on a CPU, and, with a warning, where that cannot be."""
+    if device.type == "cpu" or not serves_allocator():
+        return None
+    try:
+        return serving(device)
+    except BackendUnavailable as reason:
+        _log.warning("state cannot leave the GPU while torch allocates, only before a larger batch: %s", reason)
+        return None
 
 
 def _host_backend(name: str) -> Backend:

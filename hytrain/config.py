@@ -128,6 +128,11 @@ def plan_cache() -> str | None:
     return os.environ.get("HYTRAIN_PLAN_CACHE")
 
 
+def serves_allocator() -> bool:
+    """Whether state may leave the GPU while torch allocates."""
+    return os.environ.get("HYTRAIN_RECLAIM", "0") == "1"
+
+
 def workers_environment() -> dict[str, str]:
     """This process's environment, with HyTrain's packages importable from where this process imported them."""
     others = {key: value for key, value in os.environ.items() if key != CLUSTER_VARIABLE}

@@ -148,6 +148,11 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def impl_of(tensor: Tensor) -> int:
+    """The address of torch's own object, c10::TensorImpl. It makes no object of the storage, as `storage_of` does."""
+    return int(tensor._cdata)
+
+
 def storage_bytes(tensor: Tensor) -> Tensor:
     """All of the tensor's storage: uint8, shape (nbytes,), with a version counter of its own."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -147,7 +147,7 @@ class Run:
         parts |= {"host": Device(self.world, self.streams), "options": options}
         parts |= {
             "read_groups": lambda: (HYPER,),
-            "memory": SimpleNamespace(room=lambda: None, begin_anew=lambda: None),
+            "memory": SimpleNamespace(room=lambda: None, begin_anew=lambda: None, serving=None),
             "host_free": lambda: None,
             "blocks": self.blocks,
         }

@@ -125,7 +125,8 @@ def test_a_page_tells_the_machine_and_what_it_trains() -> None:
     assert lines[0].split(maxsplit=1) == ["GPU", "a GPU, 23.00 GiB of 24.00 GiB free"]
     seven = next(line for line in lines if line.startswith("7 B"))
     assert seven.split()[2:4] == ["no", "room"], "84 GB of exact state do not fit"
-    assert float(seven.split()[6]) > 0 and seven.endswith("%")
+    *_, share, tokens = seven.split()
+    assert float(seven.split()[6]) > 0 and share.endswith("%") and int(tokens.replace(",", "")) >= 4 * 1024
     assert "What to change" not in page
     alone = render(replace(MACHINE, gpu=None, no_gpu="CUDA finds no device"), 4, 1024)
     assert "none that torch can use: CUDA finds no device" in alone

@@ -20,6 +20,7 @@ import pytest
 import hytrain
 from hytrain.kernels.build import VARIANTS, cache_folder, package_name
 from hytrain.kernels.native import SOURCE
+from hytrain.memory import reclaim
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_PUBLISHED = {".gitignore"}
@@ -106,7 +107,8 @@ def test_the_wheel_has_the_kernels(archives: tuple[Path, Path]) -> None:
     machine = os.uname().machine
     with ZipFile(archives[1]) as files:
         libraries = {name for name in files.namelist() if name.endswith(".so")}
-    assert libraries == {f"hytrain/kernels/{package_name(SOURCE, variant)}" for variant in VARIANTS[machine]}
+    built = [(SOURCE, variant) for variant in VARIANTS[machine]] + [(reclaim.SOURCE, reclaim.VARIANT)]
+    assert libraries == {f"hytrain/kernels/{package_name(*each)}" for each in built}
     assert archives[1].name == f"hytrain-{hytrain.__version__}-py3-none-linux_{machine}.whl"
 
 

@@ -14,6 +14,8 @@ from torch import nn
 from transformers import get_scheduler
 
 from hytrain.errors import ConfigError
+from hytrain.memory.batch import StepMemory
+from hytrain.memory.capacity import GPU_MARGIN
 from hytrain.memory.visits import ring_bytes
 from hytrain.model.deferred import Piece, recording, replay
 from hytrain.readable import gib
@@ -327,6 +329,37 @@ def test_estimate_of_activations_in_host_memory(tmp_path: Path) -> None:
     unknown = estimate(config.load(path, ["model.gradient_checkpointing=false"])).render()
     assert "model.gradient_checkpointing makes it less" in unknown
     assert "go to host memory" not in estimate(config.load(path, ["optimizer.offload_activations=false"])).render()
+
+
+def test_estimate_says_the_largest_batch(tmp_path: Path) -> None:
+    """By its own arithmetic: what is free, less a margin, less what is placed, over what a token takes."""
+    path = tmp_path / "small.yaml"
+    tree = {
+        "model": {"config": LLAMA | {"num_hidden_layers": 8}, "dtype": "bfloat16"},
+        "data": {"kind": "random", "sequence_length": 64},
+        "train": {"steps": 1, "device": "cuda"},
+    }
+    path.write_text(yaml.safe_dump(tree))
+    found = estimate(config.load(path))
+    assert "largest batch" not in found.render(), "there is no GPU here"
+    here = replace(found, free_device=8 << 30, bound_host=1 << 40)
+    assert here.step is not None and "largest batch, of" in here.render()
+    sizes = {need.name: here.largest_batch(need) for need in here.needs}
+    for each in here.needs:
+        room = (8 << 30) - int(GPU_MARGIN * (8 << 30)) - each.trainer - here.step.fixed_bytes
+        tokens = sizes[each.name]
+        assert tokens is not None
+        assert here.step.token_bytes(tokens) <= room < here.step.token_bytes(tokens + 2)
+    assert sizes["0"] > sizes["1"] > 0  # type: ignore[operator]
+    assert replace(here, bound_host=0).largest_batch(here.needs[0]) == 0
+    assert replace(here, free_device=None).largest_batch(here.needs[0]) is None
+
+
+def test_a_batch_is_larger_if_activations_are_not_kept() -> None:
+    kinds = [{"keeps": True}, {"keeps": False}, {"keeps": False, "on_host": True}]
+    kept, entering, away = (StepMemory(64, 128, 8, 50_000, 256, **kind) for kind in kinds)
+    assert kept.most_tokens(1 << 24) < entering.most_tokens(1 << 24) < away.most_tokens(1 << 24)
+    assert kept.most_tokens(0) == 0
 
 
 def test_estimate_says_what_fits(tmp_path: Path) -> None:

@@ -62,12 +62,13 @@ ROOT: Final = 0
 _log = logging.getLogger(__name__)
 
 
-def opened(source: Path, flags: tuple[str, ...] = ()) -> ctypes.CDLL:
-    """The library of a source, for this CPU. With `flags`, further ones, it is never the package's.
+def opened(source: Path, flags: tuple[str, ...] = (), variant: str | None = None) -> ctypes.CDLL:
+    """The library of a source, for this CPU. With `flags`, further ones, the package's is only the one of `variant`.
 
     Raises BackendUnavailable where the package has none that fits, and none can be built.
     """
-    for library in () if flags else packaged(source):
+    named = [] if variant is None else [source.with_name(package_name(source, variant))]
+    for library in filter(Path.exists, named) if flags else packaged(source):
         with suppress(OSError):  # built for a newer system
             return _load(library)
     return _load(build(source, flags=(*NATIVE, *flags)))

@@ -11,6 +11,7 @@ verdict on a step's norm, has all but the gradients again.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -64,6 +65,7 @@ class GpuMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.serving: ctypes.CDLL | None = None  # what evicts state while torch allocates
         self.limit: int | None = None
         self._asked = 0
         self._usable = 0
@@ -151,6 +153,11 @@ class GpuMemory:
         """What was needed so far, before the first step or before an eviction, says nothing about the next steps."""
         with self._lock:
             self._settle()
+            self._needed = 0
+
+    def forget(self) -> None:
+        """The same, where torch's peak has begun anew already."""
+        with self._lock:
             self._needed = 0
 
     def for_state_bytes(self) -> int | None:

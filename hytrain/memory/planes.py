@@ -245,8 +245,13 @@ class DevicePlanes:
         )
 
     @property
+    def parts(self) -> list[Tensor]:
+        """All its tensors that have elements."""
+        return [part for parts in self._planes.values() for part in parts if part is not None and part.numel()]
+
+    @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for parts in self._planes.values() for part in parts if part is not None)
+        return sum(part.nbytes for part in self.parts)
 
     def close(self) -> None:
         """Drop the planes. The allocator gets the memory back when no other reference is left."""

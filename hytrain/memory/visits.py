@@ -214,6 +214,10 @@ class Visits:
                 now = self._transfers.clock.mark()
                 slot.returned = Transfer(self._transfers.fence(), (now, now))
 
+    @property
+    def slots_bytes(self) -> int:
+        return sum(slot.nbytes for slot in self._slots)
+
     def free_slots(self) -> bool:
         """Free the slots until `prepare`. No copy may be under way. Returns whether there were any."""
         self.let_go()
@@ -247,6 +251,7 @@ class _Slot:
 
     def __init__(self, numel: int, widths: Sequence[int], device: torch.device) -> None:
         self._planes = [torch.empty(numel * width, dtype=torch.uint8, device=device) for width in widths]
+        self.nbytes = sum(plane.nbytes for plane in self._planes)
         self.returned: Transfer | None = None
 
     def planes(self, like: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -267,6 +267,11 @@ def _before_root(engine: Engine, module: nn.Module, *inputs: Any) -> None:
     engine.evictions.before_forward(*inputs)
 
 
+def _after_root(engine: Engine, module: nn.Module, args: Any, output: Any) -> None:
+    engine.reads.leave_root(output)
+    engine.reclaiming.note(sys.exception())
+
+
 def _before_loading(engine: Engine, *args: Any) -> None:
     engine.before_load("model.load_state_dict()")
     engine.synchronize()
@@ -368,9 +373,7 @@ def attach(
             # It waits for the parameters that no other pre-hook covers.
             hang(root.register_forward_pre_hook, _Calls(engine, _before_root), prepend=True, with_kwargs=True)
             # It refuses a second backward through the output before `step()`.
-            hang(
-                root.register_forward_hook, _Calls(reads, lambda reads, *of: reads.leave_root(of[-1])), always_call=True
-            )
+            hang(root.register_forward_hook, _Calls(engine, _after_root), always_call=True)
         for known in parameters:
             hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine.backward, known))
         hooks.append(before_use := BeforeUse(engine.uses))

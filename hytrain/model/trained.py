@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from sys import getrefcount
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,12 @@ from protocol.placement import Placement
 _fix_weakref: Final[Callable[[Tensor], None]] = torch._C.TensorBase._fix_weakref  # type: ignore[attr-defined]
 #: The dtypes of state wherever it is not in planes. float8's codes become the numbers that they stand for.
 _OUTSIDE: Final = DTYPES | {"float8": torch.bfloat16}
+
+
+class Held(Protocol):
+    """Who has offered a layer's state."""
+
+    def take_back(self, layer: TrainedLayer) -> None: ...
 
 
 def plane_dtypes(parameter: nn.Parameter, rule: str, precision: Precision) -> dict[str, torch.dtype]:
@@ -294,6 +300,8 @@ class TrainedLayer:
     came from, `moving` is the copy of the state to the GPU. `came` is the step in which the GPU last took over updates
     from the CPU or from visits, or -1. `block` is its block, if that may be offloaded: then the arena's `weights`
     are current also where the GPU updates. `is_counted`: the optimizer knows how many updates it has had.
+    `planes` have its state. While it is on `offer` to torch's allocator, they may go any time: who asks for them ends
+    that first, so that they stay. `holds` are the same without asking.
     """
 
     lid: int
@@ -302,7 +310,8 @@ class TrainedLayer:
     layout: ArenaLayout
     segments: list[TrainedSegment]
     life: LayerLife
-    planes: Planes | None = None
+    holds: Planes | None = None
+    offer: Held | None = None
     landing: Transfer | None = None
     returned: Transfer | None = None
     source: Planes | None = None
@@ -314,6 +323,21 @@ class TrainedLayer:
     came: int = -1
     block: OffloadedBlock | None = None
     is_counted: bool = False
+
+    @property
+    def planes(self) -> Planes | None:
+        self.take_back()
+        return self.holds
+
+    @planes.setter
+    def planes(self, planes: Planes | None) -> None:
+        assert self.offer is None, "who replaces planes has asked for them"
+        self.holds = planes
+
+    def take_back(self) -> None:
+        """Its state stays where it is. If the allocator has evicted it, it visits the GPU from now on."""
+        if self.offer is not None:
+            self.offer.take_back(self)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -360,13 +384,15 @@ class TrainedLayer:
 
     def state(self, plane: str) -> list[Tensor | None]:
         """One of `STATE_PLANES` by segment, wherever it is kept."""
-        assert self.planes is not None, "a layer that takes part has a placement"
-        return self.planes.state(plane)
+        planes = self.planes
+        assert planes is not None, "a layer that takes part has a placement"
+        return planes.state(plane)
 
     def part(self, plane: str, index: int) -> Tensor | None:
         """Segment `index` of it. All of them would be more views than a caller for one segment needs."""
-        assert self.planes is not None, "a layer that takes part has a placement"
-        return self.planes.part(plane, index)
+        planes = self.planes
+        assert planes is not None, "a layer that takes part has a placement"
+        return planes.part(plane, index)
 
     def device_planes(self, *, fresh: bool = True) -> DevicePlanes:
         """Allocate the layer's state on the GPU. Raises `torch.OutOfMemoryError`."""
@@ -385,19 +411,21 @@ class TrainedLayer:
 
     @property
     def arena(self) -> ArenaPlanes:
-        assert isinstance(self.planes, ArenaPlanes), f"the state of layer {self.lid} is not in host memory"
-        return self.planes
+        planes = self.planes
+        assert isinstance(planes, ArenaPlanes), f"the state of layer {self.lid} is not in host memory"
+        return planes
 
     @property
     def device(self) -> DevicePlanes:
-        assert isinstance(self.planes, DevicePlanes), f"the state of layer {self.lid} is not on the GPU"
-        return self.planes
+        planes = self.planes
+        assert isinstance(planes, DevicePlanes), f"the state of layer {self.lid} is not on the GPU"
+        return planes
 
     def close(self) -> None:
         self.filled.clear()
-        if self.planes is not None:
-            self.planes.close()
-        self.planes = self.moving = self.returned = None
+        if self.holds is not None:
+            self.holds.close()
+        self.holds = self.moving = self.returned = None
 
 
 class Gate:
@@ -471,7 +499,7 @@ class OffloadedBlock:
     @property
     def state_rests_on_host(self) -> bool:
         """Whether the state of all its layers is in host memory, where weights can be, too."""
-        return all(isinstance(layer.planes, ArenaPlanes) for layer in self.layers)
+        return all(isinstance(layer.holds, ArenaPlanes) for layer in self.layers)
 
     @property
     def is_current_on_host(self) -> bool:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hytrain.memory.capacity import host_bound
+from hytrain.memory.batch import StepMemory
+from hytrain.memory.capacity import GPU_MARGIN, host_bound
 from hytrain.memory.host import available_bytes
 from hytrain.memory.visits import SLOT_NUMEL
 from hytrain.memory.visits import SLOTS as RING_SLOTS
@@ -74,6 +75,8 @@ class Estimate:
     flops_per_step: float
     peak_tflops: float | None
     activations: int | None = 0  # of each rank, in host memory; None: not known before a step
+    step: StepMemory | None = None  # of one rank alone, where the model's sizes are known
+    length: int = 0  # of a sequence
 
     def render(self) -> str:
         trainer, tflop = f"trainer ({self.device})", self.flops_per_step / 1e12
@@ -87,7 +90,7 @@ class Estimate:
         host = max(n.host for n in self.needs)
         mesh = " x ".join(f"{name} {size}" for name, size in self.ranks.items() if size > 1)
         needs = [
-            (n.name, *map(gib, (n.optimizer, n.shared, n.host, n.trainer)), self.fits(n))
+            (n.name, *map(gib, (n.optimizer, n.shared, n.host, n.trainer)), self.fits(n), *self._largest(n))
             for n in sorted(self.needs, key=lambda n: (n.k, n.offloaded, n.visits))
         ]
         free, floor = ", the trainer's part included", ""
@@ -104,7 +107,7 @@ class Estimate:
             table(heads, rows),
             "(bytes per parameter)",
             "",
-            table(("k", "optimizer", "shared planes", "host planes", trainer, "fits now"), needs),
+            table(("k", "optimizer", "shared planes", "host planes", trainer, "fits now", *self._largest()), needs),
             *([f"(of each rank; all {ranks} ranks, {mesh}: host planes {gib(ranks * host)})"] if ranks > 1 else []),
             f"Free now: host {gib(self.free_host)}{free}.",
             "Activations, gradients in flight and the libraries themselves come on top.",
@@ -147,6 +150,23 @@ class Estimate:
         if lacks:
             return "not on the " + " and ".join(lacks)
         return "yes" if self.device == "CPU" or self.free_device is not None else "on the host"
+
+    def largest_batch(self, need: Need) -> int | None:
+        """The tokens of the largest batch for which this leaves room; None if that is not known."""
+        free = self.free_device if self.device == "GPU" else self.bound_host - need.host
+        if self.step is None or free is None:
+            return None
+        margin = int(GPU_MARGIN * free) if self.device == "GPU" else 0
+        return self.step.most_tokens(free - margin - need.trainer) if self.fits(need) == "yes" else 0
+
+    def _largest(self, need: Need | None = None) -> tuple[str, ...]:
+        """A cell of the table, or its head; neither where no batch is known."""
+        tokens = [self.largest_batch(one) for one in (self.needs if need is None else (need,))]
+        if None in tokens:
+            return ()
+        if need is None:
+            return (f"largest batch, of {self.length:,} tokens",)
+        return (f"{int(tokens[0] or 0) // self.length:,}",)
 
     def _of_activations(self) -> list[str]:
         if self.activations is None:
@@ -213,6 +233,27 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
         flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,
         peak_tflops=models.peak_tflops(device),
         activations=_offloaded(recipe, hf, model, at_once),
+        step=_step_memory(recipe, hf, model) if ranks == 1 else None,
+        length=length,
+    )
+
+
+def _step_memory(recipe: Recipe, hf: Any, model: nn.Module) -> StepMemory | None:
+    """What a step takes beside what is placed; None for a model without blocks."""
+    text, blocks = hf.get_text_config(), find_blocks(model)
+    if not blocks:
+        return None
+    hidden = int(text.hidden_size)
+    return StepMemory(
+        hidden=hidden,
+        intermediate=int(getattr(text, "intermediate_size", None) or 4 * hidden),
+        blocks=len(blocks),
+        block_numel=max(sum(p.numel() for p in block.parameters()) for block in blocks),
+        vocabulary=int(text.vocab_size),
+        width=DTYPE_BYTES[recipe.model.dtype],
+        loss_chunks=recipe.train.loss_chunks,
+        keeps=not recipe.model.gradient_checkpointing,
+        on_host=recipe.optimizer.offload_activations,
     )
 
 

@@ -2,17 +2,20 @@
 
     asked_for  the optimizer process makes it, piece by piece between its tiles, and sends its descriptor
     own        it is made here at once, by several threads, for state that cannot wait
+    ready      the same, made before anybody needs it
 
-`Handover` asks for the first, `Evictions` and `Parking` make the second.
+`Handover` asks for the first, `Evictions` and `Parking` make the second, `Reclaiming` has the third made.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Final
 
 from hytrain.errors import CapacityError
 from hytrain.memory.arena import ArenaFile, made_arena
+from hytrain.memory.capacity import host_bound
 from hytrain.memory.host import available_bytes
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.model.trained import TrainedLayer
@@ -22,13 +25,17 @@ from protocol.messages import AllocatePlanes, PlanesRefused, ReleasePlanes
 #: Host memory that is left to all others: less would end a process.
 LEFT_BYTES: Final = 1 << 30
 
+_log = logging.getLogger(__name__)
+
 
 class Arenas:
     """New ones, for the layers of one model."""
 
     def __init__(self, common: Common) -> None:
-        self._link, self._transfers = common.link, common.transfers
+        self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
+        self._told = set[TrainedLayer]()
         self._kept: dict[int, ArenaPlanes] = {}  # by LID: our own, which no layer uses now
+        self.is_full = False  # the host has no more memory to make ready
 
     def asked_for(
         self, layers: list[TrainedLayer], *, gently: bool = False, pins_state: bool = False
@@ -65,6 +72,40 @@ class Arenas:
         """Its state is on the GPU, and may leave again: pinned memory for that takes long to make."""
         self._kept[layer.lid] = arena
 
+    def kept(self, layer: TrainedLayer) -> ArenaPlanes | None:
+        """Memory of our own that waits for its state."""
+        return self._kept.get(layer.lid)
+
+    def drop(self, layer: TrainedLayer) -> None:
+        """Its state does not need ours."""
+        if (arena := self._kept.pop(layer.lid, None)) is not None:
+            arena.close()
+
+    def make_ready(self, layers: list[TrainedLayer]) -> None:
+        """Keep memory for the state of these layers, as far as the host has more than its margin."""
+        for layer in layers:
+            if layer.lid in self._kept:
+                continue
+            try:
+                if self._needed(layer) > host_bound(None):
+                    raise CapacityError("the rest is the host's margin")
+                self.keep(layer, self._made(layer, gently=True))
+            except (CapacityError, OSError) as reason:
+                _log.debug("no memory is made ready for more state to leave the GPU: %s", reason)
+                self.is_full = True
+                return
+
+    def pin_visiting(self) -> None:
+        """Pin what was unpinned for somebody to read, and visits need, before a forward."""
+        for layer in self._layers:
+            if layer.life.placement.visits:
+                try:
+                    layer.arena.pin_state(gently=False)
+                except CapacityError as error:
+                    if layer not in self._told:
+                        self._told.add(layer)
+                        _log.warning("layer %s visits more slowly: %s", layer.name, error)
+
     def close(self) -> None:
         for arena in self._kept.values():
             arena.close()
@@ -74,12 +115,19 @@ class Arenas:
         """Pinned memory for its state, and for weights. Raises `CapacityError` or `OSError` without it."""
         if (kept := self._kept.pop(layer.lid, None)) is not None:
             return kept
-        needed, left = layer.layout.nbytes - layer.layout.plane_nbytes["grads"], available_bytes()
+        needed, left = self._needed(layer), available_bytes()
         if needed + LEFT_BYTES > left:
             raise CapacityError(f"it takes {needed / 1e9:.2f} GB of host memory, of which {left / 1e9:.2f} are left")
-        arena = ArenaPlanes(made_arena(layer.layout), self._transfers, is_own=True)
+        return self._made(layer, gently=False)
+
+    @staticmethod
+    def _needed(layer: TrainedLayer) -> int:
+        return layer.layout.nbytes - layer.layout.plane_nbytes["grads"]
+
+    def _made(self, layer: TrainedLayer, *, gently: bool) -> ArenaPlanes:
+        arena = ArenaPlanes(made_arena(layer.layout), self._transfers, gently=gently, is_own=True)
         try:
-            arena.pin_state(gently=False)
+            arena.pin_state(gently=gently)
         except CapacityError:
             arena.close()
             raise

@@ -40,6 +40,7 @@ class DeviceUpdates:
         # The updates until backward is over: the layer, the stream that has made its gradients, and these.
         self._held: list[tuple[TrainedLayer, Stream, Collection[Tensor], Callable[[], None]]] = []
         self._put_off: frozenset[int] = frozenset()  # of this step's visits
+        self.offer: Callable[[TrainedLayer], None] = lambda layer: None  # its state is used no more in this step
 
     def begin_step(self) -> None:
         """Choose which layers' visits are put off, by the times of the last step that was measured."""
@@ -61,6 +62,7 @@ class DeviceUpdates:
 
     def update(self, layer: TrainedLayer, gradients: dict[int, Tensor], stream: Stream) -> None:
         """Update the layer with the gradients of its segments, which `stream`, the current one, has made."""
+        layer.take_back()
         self.late.keep(layer, gradients)
         visits = layer.life.placement.visits
         is_held = self._overlap and (self._verdicts.awaited or (visits and self._puts_off(layer, gradients.values())))
@@ -101,6 +103,7 @@ class DeviceUpdates:
         """The update, or of what ranks share the first pass of it."""
         scale, verdict = self._scale()
         if scale is None:
+            self.offer(layer)
             return
         directions = {
             index: torch.empty_like(gradient, dtype=torch.float32)
@@ -133,9 +136,11 @@ class DeviceUpdates:
         *scale: Any,
     ) -> tuple[str, Span]:
         """Where the state is may have changed since the update was held, or since the first pass."""
+        layer.take_back()
         update = self._visit if layer.life.placement.visits else self._update
         measured = update(layer, counts, gradients, directions, *scale)
         layer.note_writes(gradients.keys() - directions.keys())
+        self.offer(layer)
         return measured
 
     def _update(

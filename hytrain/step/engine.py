@@ -56,6 +56,7 @@ from hytrain.step.measure import Meter
 from hytrain.step.offload import Offload
 from hytrain.step.parking import Parking
 from hytrain.step.reads import Reads
+from hytrain.step.reclaim import Reclaiming
 from hytrain.step.shared import SharedMatrices
 from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
@@ -144,7 +145,7 @@ class Engine:
             kept=KeptGradients(),
             visits=self._visits,
             offload=self._offload,
-            lending=self._lending,
+            lending=lending,
             activations=activations,
             overlap=options.overlap,
             is_stage=is_stage,
@@ -160,6 +161,7 @@ class Engine:
         self._offload.heed(masters.import_written, masters.sample_freed)
         self._handover = Handover(common, trip)
         self.evictions = Evictions(common, device, self._handover, plans, memory)
+        self.reclaiming = Reclaiming(common, device, self._handover, self.evictions, memory.serving)
         self._boundary = Boundary(common, self._handover, plans, gpu_room=memory.room, host_free=host_free)
         self.parking = Parking(common, self._handover, self._boundary, self.import_written)
         self._commit = Commit(common, trip, self._device, masters, self._boundary, host=host, read_groups=read_groups)
@@ -195,12 +197,13 @@ class Engine:
                 return
             if idle:
                 self._meter.restart()
-                self._handover.pin_visiting()
+                self._handover.arenas.pin_visiting()
         self.reads.enter_root()
 
     def step(self) -> None:
         """End the step, whose updates began in backward. Does nothing if there was no gradient."""
         self._health.check()
+        self.reclaiming.settle()
         self._meter.enter_boundary()
         self.backward.begin_by_hand()
         self.backward.end_outside()
@@ -219,7 +222,7 @@ class Engine:
         self._trip.end_step()
         room = self._boundary.report(ended, self.steps)
         self._device.late.heed(room)
-        self.evictions.end_step(room)
+        self.reclaiming.end_step(room)
         self._visits.lent_bytes = self._offload.for_visits_bytes  # from the next step on
         if (positions := self.reads.learned_order()) is not None:
             self._device.positions = positions
@@ -335,6 +338,7 @@ class Engine:
         elif self.verdicts.awaited and any(layer.life.updated == step for layer in self._layers):
             raise UsageError("synchronize() in a backward whose updates wait for the norm: call it after opt.step()")
         self._health.check()
+        self.reclaiming.settle()
         if not self.verdicts.awaited:
             self._device.update_held()  # in a backward, visits that are put off
         self.reads.synchronize()
@@ -415,6 +419,7 @@ class Engine:
         """Free all planes, once no copy from or to them is under way."""
         with contextlib.suppress(RuntimeError):  # a device that has failed no longer copies anything
             self._transfers.drain()
+        self.reclaiming.close()
         if not self._handover.close():
             return
         self._accumulation.close()  # some are in planes
@@ -426,11 +431,7 @@ class Engine:
             self._offload.restore()
         for layer in self._layers:
             layer.close()
-        self._visits.close()
-        self._lending.close()
         if self._activations is not None:
             self._activations.close()
-        self.verdicts.close()
-        self._device.close()
-        self._commit.close()
-        self._meter.close()
+        for part in (self._visits, self._lending, self.verdicts, self._device, self._commit, self._meter):
+            part.close()

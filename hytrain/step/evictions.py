@@ -12,6 +12,7 @@ updates a layer.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import Any
 
@@ -19,7 +20,8 @@ import torch
 
 from hytrain.errors import CapacityError
 from hytrain.memory.capacity import GpuMemory, Room
-from hytrain.memory.planes import state_copies
+from hytrain.memory.planes import ArenaPlanes, DevicePlanes, state_copies
+from hytrain.memory.transfer import Copy, Transfer
 from hytrain.model import graphs
 from hytrain.model.trained import TrainedLayer
 from hytrain.run.ownership import PlanBook
@@ -43,7 +45,7 @@ class Evictions:
     ) -> None:
         self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
         self._health, self._meter, self._visits = common.health, common.meter, common.visits
-        self._growth = Growth()
+        self._growth, self._telling = Growth(), threading.Lock()
         self._device, self._handover, self._plans, self._memory = device, handover, plans, memory
 
     def evict(self, nbytes: int, why: str) -> int:
@@ -51,13 +53,13 @@ class Evictions:
         freed = 0
         with self._health.undivided("an eviction of state"):
             while (layer := self._next()) is not None:
-                if freed >= nbytes and (not freed or self._has_slots()):
+                if freed >= nbytes and (not freed or self.prepare_slots()):
                     break
                 if not (left := self._evict(layer, why)):
                     break
                 freed += left
             if freed:
-                self._has_slots()
+                self.prepare_slots()
                 self._memory.begin_anew()  # steps with less state have other peaks
                 self._growth.peak = 0
         return freed
@@ -81,14 +83,6 @@ class Evictions:
         if room is not None:
             self._growth.end_step(room.needed, room.now)
 
-    def _has_slots(self) -> bool:
-        """Whether there is memory for visits, which is made here: an update in backward could not do without."""
-        try:
-            self._visits.prepare()
-        except torch.OutOfMemoryError:
-            return False
-        return True
-
     def _next(self) -> TrainedLayer | None:
         """Of the layers whose state can go, the last one in forward: it has most time for its visits."""
         positions = self._device.positions
@@ -96,29 +90,71 @@ class Evictions:
 
     def _evict(self, layer: TrainedLayer, why: str) -> int:
         """Returns how many bytes are free now."""
-        began_s, nbytes = time.monotonic(), layer.device.nbytes
+        device = layer.holds
+        assert isinstance(device, DevicePlanes), "one that may be evicted"
+        nbytes = device.nbytes
+        layer.take_back()
+        if layer.holds is not device:  # torch's allocator was faster
+            return nbytes
+        began_s = time.monotonic()
         try:
             arena = self._handover.arenas.own(layer)
         except (CapacityError, OSError) as error:
             _log.warning("the state of layer %s cannot leave the GPU: %s", layer.name, error)
             return 0
-        copies = state_copies(arena, layer.device)
-        if layer.block is not None:
-            copies += weights_copies(layer, arena)
+        copies = leaving_copies(layer, device, arena)
         self._transfers.drain()  # any stream may have written them
         copied = self._transfers.state_out(copies)
         copied.synchronize()
-        newest = self._plans.plan
-        assert newest is not None, "there was a first plan"
-        device, file = layer.device, arena.file
-        if not self._handover.evict(layer, arena, copied, newest.plan_id):
+        if not self.leave(layer, arena, copied, nbytes, began_s, why):
             self._handover.arenas.keep(layer, arena)
             return 0
-        device.close()
-        self._link.give_arena(file)
-        ended_s, step = time.monotonic(), self._health.life.step
-        told = Evicted(lid=layer.lid, step=step, nbytes=nbytes, evict_s=ended_s - began_s, reason=why)
-        for role in ("optimizer", "coordinator"):
-            self._link.post(role, told)
-        self._meter.evicted(layer.lid, nbytes, began_s, ended_s)
         return nbytes
+
+    def leave(
+        self,
+        layer: TrainedLayer,
+        arena: ArenaPlanes,
+        copied: Transfer,
+        nbytes: int,
+        began_s: float,
+        why: str,
+        ended_s: float | None = None,
+    ) -> bool:
+        """Its state, `nbytes`, is `copied` to the arena, and visits the GPU from now on. All are told.
+
+        `ended_s`: when it has left already. Otherwise False, and nothing has changed, if a plan moves it.
+        """
+        newest, device = self._plans.plan, layer.holds
+        assert newest is not None and isinstance(device, DevicePlanes), "there was a first plan, and it is on the GPU"
+        has_left = ended_s is not None
+        if not self._handover.evict(layer, arena, copied, newest.plan_id, has_left=has_left):
+            return False
+        device.close()
+        step, until_s = self._health.life.step, time.monotonic() if ended_s is None else ended_s
+        told = Evicted(lid=layer.lid, step=step, nbytes=nbytes, evict_s=until_s - began_s, reason=why)
+        with self._telling:  # descriptors and messages come in one order
+            self._link.give_arena(arena.file)
+            for role in ("optimizer", "coordinator"):
+                self._link.post(role, told)
+        self._meter.evicted(layer.lid, nbytes, began_s, until_s)
+        return True
+
+    def begin_anew(self) -> None:
+        """State has left, and torch's peak of memory has begun anew: the next peak is this step's."""
+        self._memory.forget()
+        self._growth.peak = 0
+
+    def prepare_slots(self) -> bool:
+        """Whether there is memory for visits, which is made here: an update in backward could not do without."""
+        try:
+            self._visits.prepare()
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+
+def leaving_copies(layer: TrainedLayer, device: DevicePlanes, arena: ArenaPlanes) -> list[Copy]:
+    """Those that its state leaves with, and its weights where they may rest in host memory."""
+    copies = state_copies(arena, device)
+    return copies if layer.block is None else copies + weights_copies(layer, arena)

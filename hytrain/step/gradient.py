@@ -134,7 +134,7 @@ class RoundTrip:
         landing = self._transfers.weights_in(copies)
         with self._health.changed:
             layer.note_writes(index for index, count in enumerate(layer.sent) if count)
-            layer.landing, layer.source = landing, layer.planes
+            layer.landing, layer.source = landing, layer.holds
             if layer.moving is not None:
                 layer.moving.start(layer.arena, self._transfers)
             self._health.changed.notify_all()

@@ -83,8 +83,7 @@ class Handover:
         # Plans arrive on the link's thread. The lock keeps `_move` and the thread that works on it consistent.
         self._lock = threading.Lock()
         self._worked = self.is_parked = False
-        self._told: set[int] = set()  # layers for which memory was short
-        self._evicted = -1  # the newest plan that was known at the last eviction
+        self._told, self._evicted = set[int](), -1  # layers that lacked memory; the newest plan at the last eviction
 
     def start(self, plan: Plan) -> None:
         """Give layers their first placement: state is zero, the parameters are the masters. Raises `ClusterError`."""
@@ -119,8 +118,20 @@ class Handover:
                 takes_memory = now.state == "gpu" and plan.plan_id <= self._evicted
                 if before is not now and not takes_memory:
                     move.list_of(before, now).append(layer)
-            self._move = move
-            self._run(partial(self._prepare, move))
+            self._move = move  # from here on, nothing that leaves with it is offered
+        for layer in list(move.leaving):
+            layer.take_back()
+        with self._lock:
+            if self.is_parked:
+                self._move = None
+            else:
+                self._run(partial(self._prepare, move))
+
+    def make_ready(self, layers: list[TrainedLayer]) -> None:
+        """Make memory for their state to leave to, on a thread, unless that is at work."""
+        with self._lock:
+            if not self.is_parked and (self._thread is None or not self._thread.is_alive()):
+                self._run(partial(self.arenas.make_ready, layers))
 
     def park(self) -> None:
         """Prepare nothing more until `resume`. Returns once what was begun is done."""
@@ -138,14 +149,25 @@ class Handover:
     def may_evict(self, layer: TrainedLayer) -> bool:
         """Whether its state is on the GPU, and no plan that is under way moves it anyway."""
         leaving = () if self._move is None else self._move.leaving
-        return isinstance(layer.planes, DevicePlanes) and layer not in leaving
+        return isinstance(layer.holds, DevicePlanes) and layer not in leaving
 
-    def evict(self, layer: TrainedLayer, arena: ArenaPlanes, copied: Transfer, newest_plan: int) -> bool:
+    def offer(self, layer: TrainedLayer, begin: Callable[[], None]) -> None:
+        """Call `begin`, which offers its state to the allocator, unless a plan moves it."""
+        with self._lock:
+            if self.may_evict(layer):
+                begin()
+
+    def evict(
+        self, layer: TrainedLayer, arena: ArenaPlanes, copied: Transfer, newest_plan: int, *, has_left: bool = False
+    ) -> bool:
         """Its state, which was `copied` to an arena of our own, visits the GPU from now on.
 
-        False, and nothing has changed, if a plan has come meanwhile that moves it.
+        False, and nothing has changed, if a plan has come meanwhile that moves it. If it `has_left`, that plan does
+        without it.
         """
         with self._lock:
+            if has_left and self._move is not None and layer in self._move.leaving:
+                self._move.leaving.remove(layer)
             if not self.may_evict(layer):
                 return False
             layer.life.place(VISIT)
@@ -156,6 +178,8 @@ class Handover:
     def _prepare(self, move: _Move) -> None:
         """Layers for which there is no memory stay where they are, and after one on the GPU the others do so too."""
         self._prepare_visits(move)
+        for layer in move.leaving:
+            self.arenas.drop(layer)
         for layer, arena in self.arenas.asked_for(move.leaving, gently=True, pins_state=True):
             if isinstance(arena, CapacityError):
                 self._stays(layer, arena)
@@ -324,15 +348,6 @@ class Handover:
         for layer in self._layers:
             if isinstance(layer.planes, ArenaPlanes):
                 layer.planes.unpin_state()
-
-    def pin_visiting(self) -> None:
-        """Pin what `expose_state` has unpinned and visits need, before a forward."""
-        for layer in self._layers:
-            if layer.life.placement.visits:
-                try:
-                    layer.arena.pin_state(gently=False)
-                except CapacityError as error:
-                    self._tell_once(layer, f"layer {layer.name} visits more slowly: {error}")
 
     def has_worked(self) -> bool:
         """Whether layers moved, or their memory was prepared or released, since the last call."""

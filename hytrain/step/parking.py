@@ -57,6 +57,8 @@ class Parking:
 
     @untraced()
     def _park(self, *, weights: bool) -> None:
+        for layer in self._layers:
+            layer.take_back()  # or torch's allocator could use the memory that it leaves to
         leaving = [layer for layer in self._layers if self._handover.may_evict(layer)]
         try:
             arenas = {layer: self._handover.arenas.own(layer) for layer in leaving}

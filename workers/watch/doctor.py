@@ -313,15 +313,18 @@ def _forecasts(machine: Machine, batch: int, sequence: int) -> list[str]:
     rows = []
     for shape in forecast.SHAPES:
         found = [forecast.forecast(shape, rates, tokens=tokens, precision=one, **bounds) for one in PRECISIONS.values()]
-        rows.append([shape.name, *(cell for one in found for cell in _cells(one, tokens))])
+        largest = shape.most_tokens(machine.gpu.bound_bytes, next(iter(PRECISIONS.values())))
+        rows.append([shape.name, *(cell for one in found for cell in _cells(one, tokens)), f"{largest:,}"])
         if all(one.step_s is None for one in found):
             break
     heads = ["model"] + [head for name in PRECISIONS for head in (f"{name}: s/step", "tokens/s", "of full speed")]
+    heads.append("most tokens")
     return [
         f"LLaMA models in bf16, {batch} x {sequence} tokens per step, with checkpointing and the loss in parts:",
         table(heads, rows),
         "Where steps were measured, forecasts were 0.82 to 1.18 times as long as the steps. Full speed is that of "
         "forward\nand backward alone, on a GPU that could hold everything.",
+        "Most tokens: the largest batch, with visits and offloaded weights.",
         f"At most so many parameters fit, in bf16, without activations: {most}.",
     ]
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from hytrain.memory.batch import StepMemory
 from hytrain.memory.capacity import GPU_MARGIN, WAITING_SHARE
 from hytrain.memory.visits import ring_bytes
 from hytrain.planner.ladder import Infeasible
@@ -58,12 +59,22 @@ class Shape:
 
         With checkpointing these are what enters each block, one block's own, and the logits of a part of the loss.
         """
-        ends = 2 * 2 * self.vocabulary * self.hidden
-        gradients = 2 * 2 * self.block_numel
-        entering = 2 * tokens * self.hidden * self.blocks
-        of_block = 2 * 2 * tokens * (8 * self.hidden + 3 * self.intermediate)
-        logits = 10 * tokens * self.vocabulary // LOSS_CHUNKS
-        return ends + gradients + entering + of_block + logits
+        return self._ends_bytes + self._step.fixed_bytes + self._step.token_bytes(tokens)
+
+    @property
+    def _ends_bytes(self) -> int:
+        return 2 * 2 * self.vocabulary * self.hidden
+
+    @property
+    def _step(self) -> StepMemory:
+        of = (self.hidden, self.intermediate, self.blocks, self.block_numel, self.vocabulary)
+        return StepMemory(*of, loss_chunks=LOSS_CHUNKS)
+
+    def most_tokens(self, gpu_bytes: int, precision: Precision) -> int:
+        """The largest batch, with all state on its visits and all weights offloaded."""
+        table = _table(self, gpu_bytes, 0, precision)
+        placed = self._ends_bytes + table.window_bytes + table.ring_bytes + table.hold_bytes
+        return self._step.most_tokens(int((1 - GPU_MARGIN) * gpu_bytes) - placed)
 
 
 SHAPES: Final = (

@@ -1,0 +1,383 @@
+"""torch's allocator evicts state where it lacks memory: on device "cpu", with a budget (tests/budget.cpp)."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from budgets import UNBOUNDED, Budget, budgeted
+from helpers import adamw, differing, records, state, train, wait_for_coordinator, weights
+from small_models import gpt2, llama, perceptron, square_loss
+from test_evictions import MODES, PLACED, STEPS, at_every_turn
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from variants import every_second
+
+import hytrain
+from hytrain.errors import UsageError
+from hytrain.memory import visits
+from hytrain.memory.capacity import Room
+from hytrain.memory.planes import ArenaPlanes, DevicePlanes
+from hytrain.model.trained import TrainedLayer
+from hytrain.step import offload
+from protocol.placement import CPU, VISIT
+
+
+@pytest.fixture
+def budget() -> Iterator[Budget]:
+    with budgeted() as budget:
+        yield budget
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits, "SLOT_NUMEL", 640)
+
+
+def make_ready(opt: hytrain.AdamW) -> None:
+    """Memory for all state that can leave. What is offered then, is with its next update."""
+    handover, layers = opt._engine._handover, opt._session.layers
+    lacking = [layer for layer in layers if handover.may_evict(layer) and handover.arenas.kept(layer) is None]
+    if lacking:  # a step beside which that is done is not measured
+        handover.make_ready(lacking)
+        handover.wait()
+
+
+def pressing(budget: Budget, chance: float, number: int = 0) -> Callable[[], None]:
+    """Now and then, an allocation has no room."""
+    rng = random.Random(number)
+
+    def act() -> None:
+        if rng.random() < chance:
+            budget.press()
+
+    return act
+
+
+def evicted_bytes(opt: hytrain.AdamW) -> int:
+    wait_for_coordinator(opt)
+    return int(records(opt)[-1].get("evicted_bytes", 0))
+
+
+@every_second(dtype=[torch.float32, torch.bfloat16, torch.float16], mode=MODES.keys())
+def test_evictions_in_any_phase_leave_the_bits(mode: str, dtype: torch.dtype, budget: Budget) -> None:
+    found, make = [], gpt2 if dtype is torch.float32 else llama
+    for evicts in (False, True):
+        model = make(dtype)
+        with adamw(model, k=1.0, **MODES[mode]) as opt:
+            make_ready(opt)
+            with at_every_turn(model, pressing(budget, 0.02 if evicts else 0.0)):
+                train(model, opt, range(STEPS))
+            found.append(state(opt) | weights(model))
+            assert bool(evicted_bytes(opt)) is evicts
+    assert differing(*found) == []
+
+
+@pytest.mark.parametrize("choice", PLACED)
+def test_evictions_beside_all_placements_leave_the_bits(
+    choice: str, budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "SLOTS", 1)
+    expected, steps = llama(torch.bfloat16), 30
+    clipped = {name: value for name, value in PLACED[choice].items() if name == "max_grad_norm"}
+    with adamw(expected, k=0.0, **clipped) as other:
+        train(expected, other, range(steps))
+        wanted = state(other) | weights(expected)
+    model = llama(torch.bfloat16)
+    with adamw(model, **PLACED[choice]) as opt:
+        with at_every_turn(model, pressing(budget, 0.003)):
+            for step in range(steps):
+                make_ready(opt)
+                train(model, opt, [step])
+                wait_for_coordinator(opt)
+                opt._engine._handover.wait()
+        assert evicted_bytes(opt)
+        assert differing(state(opt) | weights(model), wanted) == []
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_evictions_between_backwards_that_sum_leave_the_bits(many: bool, budget: Budget) -> None:
+    found = []
+    for chance in (0.0, 0.2):
+        model = perceptron()
+        with adamw(model, k=1.0, grad_accumulation=2 if many else 1, updates="auto") as opt:
+            make_ready(opt)
+            before = budget.evictions
+            act = pressing(budget, chance)
+            with at_every_turn(model, act):
+                for step in range(STEPS):
+                    for part in range(2 if many else 1):
+                        square_loss(model, 2 * step + part).backward()
+                        act()
+                    opt.step()
+                    opt.zero_grad()
+            assert (budget.evictions > before) is bool(chance)
+            found.append(state(opt) | weights(model))
+    assert differing(*found) == []
+
+
+class Checkpointed(nn.Module):
+    """Computes as `inner` does, and what autograd needs again in backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, values: torch.Tensor) -> Any:
+        return checkpoint(self.inner, values, use_reentrant=False)
+
+
+class Wide(nn.Module):
+    """Most of its memory is what it computes in between. `in_backward`: only there."""
+
+    def __init__(self, *, in_backward: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64)) for _ in range(6)]
+        self.blocks = nn.Sequential(*[Checkpointed(block) if in_backward else block for block in blocks])
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.blocks(values)
+        return found
+
+
+def learn(model: nn.Module, opt: hytrain.AdamW, rows: list[int]) -> None:
+    for number, many in enumerate(rows):
+        values = torch.randn(many, 64, generator=torch.Generator().manual_seed(number))
+        model(values).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_batch_four_times_the_largest_so_far_goes_through(in_backward: bool, budget: Budget) -> None:
+    found, rows = [], [8, 8, 8, 32, 8, 32]
+    for is_capped in (False, True):
+        model = Wide(in_backward=in_backward)
+        with adamw(model, k=1.0) as opt:
+            make_ready(opt)
+            budget.limit = UNBOUNDED  # the peak begins anew
+            learn(model, opt, rows[:3])
+            if is_capped:
+                budget.limit = budget.peak + (1 << 14)
+            refusals = budget.refusals
+            learn(model, opt, rows[3:])
+            assert (budget.refusals > refusals) is is_capped
+            assert bool(opt.statistics().visiting_layers) is is_capped
+            budget.limit = UNBOUNDED
+            found.append(state(opt) | weights(model))
+    assert differing(*found) == []
+
+
+def test_memory_that_another_takes_and_gives_back(budget: Budget) -> None:
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        budget.limit = UNBOUNDED
+        train(model, opt, range(3))
+        budget.limit = budget.peak
+        nbytes = sum(layer.device.nbytes for layer in opt._session.layers) // 2
+        train(model, opt, [3])  # offered again
+        other = torch.empty(nbytes, dtype=torch.uint8)
+        train(model, opt, [4])
+        assert opt.statistics().visiting_layers
+        del other
+        train(model, opt, [5, 6])
+
+
+def test_enough_leaves_at_once_and_last_what_forward_needs_first(budget: Budget) -> None:
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        train(model, opt, range(2))
+        positions = opt._engine._device.positions
+        order = sorted(opt._session.layers, key=lambda layer: positions[layer.lid], reverse=True)
+        sizes = [layer.holds.nbytes for layer in order if isinstance(layer.holds, DevicePlanes)]
+        refusals, before = budget.refusals, budget.evictions
+        budget.press(sizes[0] + 1)
+        assert (budget.refusals - refusals, budget.evictions - before) == (1, 2)
+        assert [layer.planes is layer.holds and layer.life.placement is VISIT for layer in order[:3]] == [
+            *(True, True),
+            False,
+        ]
+
+
+def test_a_plan_comes_when_state_has_left_that_it_moves(budget: Budget) -> None:
+    """It does without that."""
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        train(model, opt, range(2))
+        engine, layers = opt._engine, opt._session.layers
+        before = engine._boundary._plans.plan
+        assert before is not None and all(layer.offer is not None for layer in layers)
+        budget.press()
+        plan = replace(before, plan_id=before.plan_id + 1, places=before.places.moved({one.lid for one in layers}, CPU))
+        engine._handover.prepare(plan)
+        engine._handover.wait()
+        move = engine._handover._move
+        assert move is not None and len(move.leaving) == len(layers) - 1
+        assert all(layer.offer is None for layer in layers)
+        assert sum(layer.life.placement is VISIT for layer in layers) == 1
+
+
+def test_state_that_somebody_views_stays(budget: Budget) -> None:
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        train(model, opt, range(2))
+        viewed = {layer.lid: layer.holds.parts[0][:1] for layer in opt._session.layers}  # type: ignore[union-attr]
+        budget.press(1 << 40)
+        assert not any(layer.offer is not None and layer.life.placement is VISIT for layer in opt._session.layers)
+        assert all(isinstance(layer.planes, DevicePlanes) for layer in opt._session.layers)
+        assert all(part.untyped_storage().nbytes() for part in viewed.values())
+
+
+def test_state_is_read_where_it_has_gone(budget: Budget) -> None:
+    """By whoever asks, and on whichever thread."""
+    found = []
+    for evicts in (False, True):
+        model = llama()
+        with adamw(model, k=1.0) as opt:
+            make_ready(opt)
+            train(model, opt, range(2))
+            if evicts:
+                budget.press(1 << 40)
+                assert all(layer.offer is not None for layer in opt._session.layers)
+                thread = threading.Thread(target=lambda: found.append(state(opt)))
+                thread.start()
+                thread.join()
+                assert all(layer.life.placement is VISIT for layer in opt._session.layers)
+            else:
+                found.append(state(opt))
+    assert differing(*found) == []
+
+
+def test_a_request_comes_while_all_parks(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the moment in which memory to leave to is taken and the copies, nothing else leaves there."""
+    found = []
+    for presses in (False, True):
+        model = llama()
+        with adamw(model, k=1.0) as opt:
+            make_ready(opt)
+            train(model, opt, range(2))
+            arenas = opt._engine._handover.arenas
+            own = arenas.own
+
+            def taken(layer: TrainedLayer, own: Any = own, presses: bool = presses) -> ArenaPlanes:
+                arena: ArenaPlanes = own(layer)
+                if presses:
+                    budget.press()
+                return arena
+
+            monkeypatch.setattr(arenas, "own", taken)
+            with opt.parked():
+                assert not any(isinstance(layer.planes, DevicePlanes) for layer in opt._session.layers)
+            monkeypatch.setattr(arenas, "own", own)
+            train(model, opt, [2])
+            found.append(state(opt) | weights(model))
+    assert differing(*found) == []
+
+
+def test_the_record_says_what_has_left_and_why(budget: Budget) -> None:
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        train(model, opt, range(2))
+        budget.press(2_000_000)
+        train(model, opt, [2])
+    last = records(opt, 3)[-1]
+    assert last["reason"].endswith(" s, for a request of 2 MB that had no room")
+    assert last["evict_s"] > 0 and last["evicted_bytes"] > 0
+
+
+def test_memory_is_made_ready_for_as_much_as_a_batch_takes(budget: Budget) -> None:
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        train(model, opt, range(2))
+        reclaiming, handover, layers = opt._engine.reclaiming, opt._engine._handover, opt._session.layers
+        last = max(layers, key=lambda layer: opt._engine._device.positions[layer.lid])
+        reclaiming.end_step(Room(1 << 40, 1001, 1000))
+        handover.wait()
+        assert [layer for layer in layers if handover.arenas.kept(layer) is not None] == [last]
+        reclaiming.end_step(Room(1 << 40, 1 << 39, 1000))
+        handover.wait()
+        assert all(handover.arenas.kept(layer) is not None for layer in layers)
+
+
+TAKEN = "HyTrain: after the last step, weights took 0.00 GB of this device, optimizer state "
+
+
+def test_a_forward_without_memory_says_what_took_it_and_the_loop_goes_on(budget: Budget) -> None:
+    """With its next batch, as if the one that did not fit had not been there."""
+    found, model = [], Wide(in_backward=False)
+    for rows in ([8, 8, 8, 8], [8, 8, 4096, 8, 8]):
+        model = Wide(in_backward=False)
+        with adamw(model, k=1.0) as opt:
+            opt._engine.reclaiming.end_step(Room(1 << 40, 2000, 1000))
+            for number, many in enumerate(size for size in rows if size < 4096):
+                if number == 2 and 4096 in rows:
+                    budget.limit = budget.used + (1 << 20)
+                    with pytest.raises(torch.OutOfMemoryError, match=TAKEN):
+                        model(torch.zeros(1).expand(4096, 64))
+                    budget.limit = UNBOUNDED
+                values = torch.randn(many, 64, generator=torch.Generator().manual_seed(number))
+                model(values).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+            found.append(state(opt) | weights(model))
+    assert differing(*found) == []
+
+
+def test_without_the_library_a_note_says_it() -> None:
+    model = Wide(in_backward=False)
+    model.blocks.register_forward_hook(lambda *_: _raise(torch.OutOfMemoryError("made up")))
+    with adamw(model, k=1.0) as opt:
+        with pytest.raises(torch.OutOfMemoryError) as before:
+            model(torch.zeros(2, 64))
+        opt._engine.reclaiming.end_step(Room(1 << 40, 2000, 1000))
+        with pytest.raises(torch.OutOfMemoryError) as after:
+            model(torch.zeros(2, 64))
+    assert [getattr(it.value, "__notes__", []) for it in (before, after)] == [[], [opt._engine.reclaiming.sentence]]
+    assert opt._engine.reclaiming.sentence.startswith(TAKEN)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+#: Whether training goes on after a backward without memory, once zero_grad() was called.
+GOES_ON: dict[str, tuple[bool, dict[str, Any]]] = {
+    "updates begin in backward": (False, {"updates": "backward"}),
+    "updates begin in step()": (True, {"updates": "step"}),
+    "without overlap": (True, {"overlap": False}),
+    "updates wait for the norm": (False, {"updates": "backward", "max_grad_norm": 0.05, "speculate": False}),
+}
+
+
+@pytest.mark.parametrize("mode", GOES_ON)
+def test_a_backward_without_memory_leaves_no_half_step_in_silence(mode: str, budget: Budget) -> None:
+    goes_on, options = GOES_ON[mode]
+    found = []
+    for fails in (False, True):
+        model = Wide(in_backward=True)
+        with adamw(model, k=1.0, **options) as opt:
+            learn(model, opt, [8, 8])
+            if fails:
+                handle = model.blocks[3].inner[0].weight.register_hook(lambda _: torch.empty(1 << 50))
+                with pytest.raises(torch.OutOfMemoryError):
+                    model(torch.ones(8, 64)).sum().backward()
+                handle.remove()
+                if not goes_on:
+                    with pytest.raises(UsageError, match="the updates began in backward"):
+                        opt.zero_grad()
+                    continue
+                opt.zero_grad()
+            learn(model, opt, [8])
+            found.append(state(opt) | weights(model))
+    assert not goes_on or differing(*found) == []
