@@ -313,7 +313,7 @@ def _lender(cluster: Cluster, rank: int, lending: Lending) -> Callable[[], None]
 
 
 def _reclaim_library(device: torch.device) -> ctypes.CDLL | None:
-    """What serves torch's allocator of a GPU, if asked for; None on a CPU, and, with a warning, where that cannot be."""
+    """What serves torch's allocator of a GPU, if asked for; None on a CPU, or where, with a warning, it cannot be."""
     if device.type == "cpu" or not serves_allocator():
         return None
     try:

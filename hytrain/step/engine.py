@@ -95,6 +95,8 @@ class Engine:
 
     _steps_before, _is_asked_to_save = 0, False
 
+    renew: Callable[[], bool] = staticmethod(lambda: False)
+
     def __init__(
         self,
         layers: list[TrainedLayer],
@@ -124,7 +126,6 @@ class Engine:
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
         self._activations, self._accumulation, self._memory, self._lending = activations, accumulation, memory, lending
-        self.renew: Callable[[], bool] = lambda: False
         self._health = Health(accumulation.timing, updater, hang_timeout_s)
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
