@@ -127,9 +127,13 @@ class Welcome(Message, by="coordinator"):
 
 
 class Ready(Message, by="trainer optimizer"):
-    """Worker to coordinator, after the worker has been constructed successfully."""
+    """Worker to coordinator, after the worker has been constructed successfully.
+
+    `cores`: those of an optimizer, which has at most one thread on each. 0: of another, or not known.
+    """
 
     detail: str
+    cores: Count = 0
 
 
 # ---------------------------------------------------------------- the layer table

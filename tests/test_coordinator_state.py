@@ -88,8 +88,7 @@ class Driver:
 
     def ask(self, name: str, value: str) -> Sent:
         """A monitor's command, which is taken; what is sent to whom."""
-        most = " (at most one per core of the optimizer)" if name == "threads" else ""
-        assert self.answer(m.Command(name=name, value=value)).text == f"{name}={value}{most} from the next plan on"
+        assert self.answer(m.Command(name=name, value=value)).text == f"{name}={value} from the next plan on"
         return [(c.to, c.message) for c in self.commands if isinstance(c, Send)]
 
     @property
@@ -121,13 +120,13 @@ class Driver:
 
     # ------------------------------------------------------------ a run
 
-    def join(self, who: Address, pid: int = 10) -> None:
+    def join(self, who: Address, pid: int = 10, cores: int = 0) -> None:
         assert self.sent(hello(pid), who) == [(who, WELCOME)]
-        self.handle(m.Ready(detail=f"{who.role} is up"), who)
+        self.handle(m.Ready(detail=f"{who.role} is up", cores=cores), who)
 
-    def start(self, **changes: Any) -> m.Plan:
+    def start(self, *, cores: int = 0, **changes: Any) -> m.Plan:
         """Optimizer and trainer join, and agree on the first plan."""
-        self.join(OPTIMIZER, 10)
+        self.join(OPTIMIZER, 10, cores)
         self.join(TRAINER, 11)
         plan = self.first_plan(**changes)
         self.hold(plan, moved=0)
@@ -506,7 +505,7 @@ def test_visits_are_planned_if_they_are_wanted(driver: Driver) -> None:
     driver.start(policy="deadline", visit=None, device="cuda")
     driver.handle(cpu_report(WARM_UP_STEPS, 10.0, lids=(1, 2, 3)))
     plan = driver.plan(report(WARM_UP_STEPS))
-    assert plan.places.visiting and "visit the GPU" in plan.reason
+    assert plan.places.visiting and "visits the GPU" in plan.reason
     driver.hold(plan)
     driver.ask("k", "0.5")
     fixed = driver.plan(report(plan.step + 1, on_gpu(plan.places)))
@@ -794,6 +793,16 @@ def test_only_known_commands_with_values_that_can_be(driver: Driver, name: str, 
     before = driver.status()
     reply = driver.answer(m.Command(name=name, value=value))
     assert not reply.ok and reason in reply.text and driver.status() == before
+
+
+def test_more_threads_than_the_optimizer_has_cores_are_refused(driver: Driver) -> None:
+    """The planner would count on them until the next report."""
+    driver.start(policy="deadline", cores=2)
+    before = driver.status()
+    reply = driver.answer(m.Command(name="threads", value="64"))
+    assert reply == m.CommandReply(ok=False, text="threads is 64: at most 2, one per core of the optimizer")
+    assert driver.status() == before and driver.planning.wishes.threads is None
+    assert driver.ask("threads", "2") == [(OPTIMIZER, m.SetThreads(threads=2))]
 
 
 @pytest.mark.parametrize(("objective", "gpu_lids"), [("gpu-memory", ()), ("host-memory", ALL)])

@@ -153,6 +153,18 @@ def test_advice_is_given_where_it_helps(changes: dict[str, Any], word: str) -> N
     assert word in found
 
 
+def test_a_model_is_answered_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the rates that were measured. Without a GPU, the answer is that there is none, and what to do."""
+    monkeypatch.setattr(doctor, "examine", lambda asked: MACHINE)
+    assert doctor.main(["--model", "7B"]) == 0
+    first, *_, advice = capsys.readouterr().out.splitlines()
+    assert first.startswith("Yes: 7 B trains on this machine: not exact, with moments in bfloat16, about ")
+    assert "At most so many parameters fit" in advice
+    monkeypatch.setattr(doctor, "examine", lambda asked: replace(MACHINE, gpu=None))
+    assert doctor.main(["--model", "7B"]) == 0
+    assert capsys.readouterr().out.startswith("No: torch sees no GPU here. --gpu and --ram answer for a machine")
+
+
 def test_this_machine_is_examined() -> None:
     """From the command line. The CPU is measured as an optimizer process would run."""
     command = [sys.executable, str(ROOT / "bin" / "hytrain-cluster"), "doctor", "--threads", "1"]

@@ -159,8 +159,9 @@ def test_it_shows_what_the_run_records_and_passes_commands_on(tmp_path: Path) ->
 
             for name, value in (("threads", "2"), ("policy", "balance"), ("objective", "gpu-memory")):
                 done = ask(f"--set-{name}", value)
-                most = " (at most one per core of the optimizer)" if name == "threads" else ""
-                assert (done.returncode, done.stdout) == (0, f"{name}={value}{most} from the next plan on\n")
+                assert (done.returncode, done.stdout) == (0, f"{name}={value} from the next plan on\n")
+            many = ask("--set-threads", "512")
+            assert many.returncode == 2 and "one per core of the optimizer" in many.stderr
             unknown = ask("--set-policy", "stranger")
             assert unknown.returncode == 2 and "deadline" in unknown.stderr
             named = ask(str(tmp_path / "run"), "--set-k", "1.0")

@@ -373,7 +373,7 @@ def test_visits_are_planned_where_they_save_memory_at_the_same_speed() -> None:
     """A CPU that needs half of the layers taken off it, and a link that can do that."""
     profile = uniform(28, cpu_update_s=5.0, d2h_s=0.2, h2d_s=0.2)
     without, planned = choose("deadline", profile), choose("deadline", profile, visit=None)
-    assert without.visit == 0 < planned.visit and f"{planned.visit:.0%} visit the GPU; " in planned.reason
+    assert without.visit == 0 < planned.visit and f"the state of {planned.visit:.0%} visits the GPU; " in planned.reason
     assert planned.predicted_step_s <= 1.01 * without.predicted_step_s and len(planned.gpu_lids) < len(without.gpu_lids)
     there = replace(profile, visit=planned.visit)
     assert not choose("deadline", there, current=planned.gpu_lids, visit=None).changed
@@ -450,7 +450,7 @@ def test_policies_without_limits() -> None:
     decision = choose("deadline", profile, min_gain=0.0, horizon_steps=10**6)
     assert decision.gpu_lids == lids(0, 1, 2) and decision.changed
     assert decision.predicted_step_s == simulate(profile, decision.gpu_lids).step_s == 33
-    assert decision.reason == "CPU finishes 4000 ms late at k=0.20; k=0.30 is the least without stalls"
+    assert decision.reason == "the CPU's updates would end 4000 ms late at k=0.20; at k=0.30 nothing waits for them"
 
 
 @given(st.data(), st.sampled_from(["fixed", "balance", "deadline", "random"]))

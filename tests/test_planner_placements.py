@@ -282,7 +282,7 @@ def test_what_the_cpu_cannot_update_visits_or_is_the_gpus(of_muon: int, others: 
     run = Run(Machine(work_s=0.9, cap=30 * GB, of_muon=of_muon), seed=1)
     run.steps(30)
     assert {each.resident.name for each in run.now.places} == {GPU.name, VISIT.name, *others}
-    assert f"the CPU cannot update {of_muon / PIECES:.0%}, which visit" in run.planning.reason
+    assert f"the CPU cannot update {of_muon / PIECES:.0%}, whose state visits" in run.planning.reason
     if of_muon == PIECES:
         require_a_good_plan(run)
 

@@ -380,8 +380,12 @@ def test_estimate_says_what_fits(tmp_path: Path) -> None:
         "not on the GPU",
     ]
     assert replace(short, free_device=0).fits(needs["0"]) == "not on the host and GPU"
-    assert result.render().startswith("It fits this machine's host memory with any of: k=0; ")
-    assert short.render().startswith("It fits this machine, without activations, with any of: k=0, visit=1; k=0, visit")
+    assert result.render().startswith("It fits this machine's host memory, exact, with any of: k=0; ")
+    fits = "It fits this machine, {}; without activations, with any of: k=0, visit=1; k=0, visit"
+    assert short.render().startswith(fits.format("exact"))
+    rough = replace(short, precision=Precision("bfloat16"), peak_tflops=1.0, flops_per_step=2e12)
+    words = "not exact, with moments in bfloat16, in steps of at least 2.000 s at the GPU's peak of 1 TFLOP/s"
+    assert rough.render().startswith(fits.format(words)) and "2.000 TFLOP per step, at least 2.000 s" in rough.render()
     lacking = replace(short, free_device=0, bound_host=0).render()
     assert lacking.startswith("It does not fit this machine, where planes may take 0.0 MiB of host memory: ")
     bytes_of_one = 12

@@ -105,9 +105,21 @@ def test_each_plan_has_its_reason_and_how_its_steps_were(tmp_path: Path) -> None
     for one in records[9:]:
         one |= {"step_s": 0.3, "predicted_step_s": 0.2}
     found = rows(page([read(run(tmp_path / "one", records))], NOW), "Plans of one")[1:]
-    assert found[0] == ["1", "0.250", "1", "0", "400.0 ms", "500.0 ms", "1.25", "the first"]
-    assert found[1] == ["10", "0.500", "1", "0", "200.0 ms", "300.0 ms", "1.50", "k=0.50 is <better>"]
+    first = "the first plan: k 0.250, 1 layer visiting"
+    assert found[0] == ["1", "400.0 ms", "500.0 ms", "1.25", first, "the first"]
+    assert found[1] == ["10", "200.0 ms", "300.0 ms", "1.50", "k 0.250 → 0.500", "k=0.50 is <better>"]
     assert WARM_UP_STEPS < 9, "the first plan has measured steps"
+
+
+def test_tokens_and_seconds_are_axes_too(tmp_path: Path) -> None:
+    """Where the loop has gone back, the later steps count, in the lines, too. The tokens are all that were trained."""
+    steps = [1, 2, 3, 2, 3, 4]
+    records = [record(step, tokens=100.0, wall_time=5.0 * at, loss=float(at)) for at, step in enumerate(steps)]
+    [data] = re.findall(r'id="data">(.*?)</script>', page([read(run(tmp_path / "one", records))], NOW), re.S)
+    told = json.loads(data)
+    assert told["axes"] == [{"steps": [1, 2, 3, 4], "tokens": [100, 400, 500, 600], "seconds": [0, 15, 20, 25]}]
+    [line] = told["charts"][0]["lines"]
+    assert (line["steps"], line["values"]) == ([1, 2, 3, 4], [0, 3, 4, 5])
 
 
 def test_a_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
@@ -115,7 +127,7 @@ def test_a_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     for one in records:
         one["streamed_layers"] = 7 + one.pop("offloaded_layers")
     found = rows(page([read(run(tmp_path / "one", records))], NOW), "Plans of one")[1:]
-    assert found[0][:4] == ["1", "0.250", "1", "7"]
+    assert found[0][4] == "the first plan: k 0.250, 1 layer visiting, 7 layers offloaded"
 
 
 def test_runs_are_compared(tmp_path: Path) -> None:
@@ -214,6 +226,41 @@ def test_a_browser_draws_every_chart(tmp_path: Path) -> None:
     file.write_text(page([read(run(tmp_path / name, records)) for name in ("one", "two")], NOW))
     seen, charts = in_a_browser(file.as_uri(), tmp_path / "profile"), drawn(file.read_text())
     assert f'data-charts="{len(charts)}"' in seen and seen.count("<canvas") == len(charts) >= 7
+
+
+def test_a_browser_draws_what_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss over tokens or time, smoothed, on a logarithmic axis; training and validation have two colours."""
+    records = [record(step, tokens=10.0, loss=1.0 + step % 2, wall_time=100.0 * step) for step in range(1, 101)]
+    records[49]["validation_loss"] = records[99]["validation_loss"] = 1.5
+    (probe := tmp_path / "probe.js").write_text(
+        """
+        const [loss, other] = hytrain.charts, seen = document.body.dataset;
+        const [smooth, log] = document.querySelectorAll("input");
+        const series = () => loss.plot.series.slice(1).map((one) => [one.label, one._stroke ?? one.stroke()]);
+        const choose = (one, kind) => one.dispatchEvent(new Event(kind));
+        seen.first = JSON.stringify([series(), loss.plot.data[0].at(-1), loss.large, other.large]);
+        const axis = document.querySelector("select");
+        const ends = ["tokens", "seconds"].map((name) => {
+          axis.value = name;
+          choose(axis, "change");
+          return [loss, other].map((one) => one.plot.data[0].at(-1));
+        });
+        smooth.value = 0.9;
+        choose(smooth, "input");
+        log.click();
+        const [raw, mean] = loss.plot.data.slice(1);
+        const spread = (some) => Math.max(...some.slice(-20)) - Math.min(...some.slice(-20));
+        const names = series().map(([name]) => name);
+        seen.then = JSON.stringify([ends, names, spread(raw), spread(mean) < 0.2, loss.plot.scales.y.distr]);
+        """
+    )
+    monkeypatch.setattr(report, "SCRIPTS", (*report.SCRIPTS, str(probe)))
+    (file := tmp_path / "report.html").write_text(page([read(run(tmp_path / "one", records))], NOW))
+    body = in_a_browser(file.as_uri(), tmp_path / "profile")
+    first, then = (json.loads(unescape(re.findall(rf'data-{name}="(.*?)"', body)[0])) for name in ("first", "then"))
+    (training, blue), (validation, red) = first[0]
+    assert (training, validation, first[1:]) == ("training", "validation", [100, True, False]) and blue != red
+    assert then == [[[1000, 1000], [9900, 9900]], ["training", "training, smoothed", "validation"], 1, True, 3]
 
 
 def test_a_browser_runs_only_the_page_s_own_script(tmp_path: Path) -> None:

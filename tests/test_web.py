@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import shutil
 import socket
@@ -23,7 +24,7 @@ pytest.importorskip("starlette")
 from starlette.testclient import TestClient
 from test_gantt_text import made, usual
 from test_monitor import look, rank, status
-from test_report import drawn, in_a_browser, record, run
+from test_report import drawn, in_a_browser, record, rows, run
 
 from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.run import trace
@@ -85,7 +86,7 @@ def told_of(feed: Feed, folder: Path, after: str = "", **headers: str) -> dict[s
 def test_the_page_has_what_came_before_and_says_where_to_go_on(tmp_path: Path) -> None:
     folder = run(tmp_path / "one", [record(step) for step in range(1, 9)])
     page = client(followed(at(7), at(8)), folder).get("/").text
-    assert '<p class="line">' in page and "<h1>one</h1>" in page and "HyTrain, live: one run" in page
+    assert '<span class="line">' in page and "<h1>one</h1>" in page and "HyTrain, live: one run" in page
     [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
     assert json.loads(data)["after"] == [2]
     assert [line["steps"] for line in drawn(page)["Loss"]["lines"]] == [list(range(1, 9)), []], "no validation yet"
@@ -94,7 +95,7 @@ def test_the_page_has_what_came_before_and_says_where_to_go_on(tmp_path: Path) -
 def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
     folder = run(tmp_path / "one", [])
     page = client(followed(status(record="{}")), folder).get("/").text
-    assert "Summary" not in page and 'class="plans"' in page
+    assert '<div id="summary"></div>' in page and '<div class="plans"></div>' in page
     told = told_of(followed(status(record="{}")), folder)
     assert told["line"] == "no step has ended yet" and told["records"] == []
 
@@ -251,10 +252,11 @@ def test_the_dashboard_shows_metrics_that_exist(tmp_path: Path) -> None:
 def test_a_page_gets_another_timeline(tmp_path: Path) -> None:
     """Once. The first news have the one that there is, or that there is none."""
     feeds = [followed(at(1), folder=run(tmp_path / name, [record(1)])) for name in ("one", "two")]
-    drawn = dict[int, object]()
+    shown = dict[Any, object]()
 
     def timelines() -> list[str | None]:
-        return [told.get("timeline") for told in web._news(feeds, ["one", "two"], [0, 0], drawn)]
+        found, _ = web._news(feeds, ["one", "two"], [0, 0], shown)
+        return [told.get("timeline") for told in found]
 
     assert [(text or "").strip() for text in timelines()] == ["", ""] and timelines() == [None, None]
     for steps in (2, 1):
@@ -381,15 +383,73 @@ class Waiting(Feed):
         return told
 
 
+def test_summary_and_plans_go_on_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From what the folder has of the time before, with each record once. Only what is new is told again."""
+    monkeypatch.setattr(web, "SUM_S", 0.0)
+    monkeypatch.setattr(web, "SUM_SHARE", math.inf)
+    folder = run(tmp_path / "one", [record(step, reason="the first") for step in (1, 2)])
+    feed, shown = new("one", folder), dict[Any, object]()
+
+    def told() -> tuple[dict[str, str], list[str] | None]:
+        """The summary's facts, as far as they are new, and what the plans have changed."""
+        [one], summary = web._news([feed], ["one"], [0], shown)
+        plans = one.get("plans")
+        changes = None if plans is None else [cells[4] for cells in rows(plans, "Plans of one")[1:]]
+        return {} if summary is None else {cells[0]: cells[1] for cells in rows(summary, "Summary")}, changes
+
+    statuses, facts = list[dict[str, str]](), list[list[str] | None]()
+    later = [at(step, loss=9.0) for step in (2, 3)]
+    later.append(at(4, loss=9.0, reason="<other>", k=0.5, offloaded_layers=2))
+
+    def coming() -> Iterator[m.Status]:
+        for one in later:
+            yield one
+            found, plans = told()
+            statuses.append(found)
+            facts.append(plans)
+
+    feed.follow(coming())
+    assert [one.get("steps") for one in statuses] == ["2", "3", "4"] and statuses[2]["state"] == "live"
+    assert statuses[1]["loss, mean of the last 50 steps"] == f"{(3.999 + 3.998 + 9.0) / 3:.4f}"
+    assert facts[0] == ["the first plan: k 0.250, 1 layer visiting", "other layers"] and facts[1] is None
+    assert facts[2] == [*facts[0], "k 0.250 → 0.500; 2 layers offloaded, 0 before"]
+    assert told()[0]["state"] == "ended" and told() == ({}, None)
+    assert "&lt;other&gt;" in feed.plans
+
+
+def test_a_browser_gets_the_address_by_a_file_of_its_user(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Other users see command lines, but not this file. It is gone afterwards."""
+    asked = list[Path]()
+
+    def browse(address: str) -> bool:
+        asked.append(Path(address.removeprefix("file://")))
+        return len(asked) == 1
+
+    monkeypatch.setattr(web.webbrowser, "open", browse)
+    with web.opened("http://127.0.0.1:6180/?token=a&b"):
+        assert (
+            asked[0].stat().st_mode & 0o077 == 0 and 'url=http://127.0.0.1:6180/?token=a&amp;b"' in asked[0].read_text()
+        )
+        assert capsys.readouterr().out == ""
+    with web.opened("http://127.0.0.1:6180/"):
+        assert "open the address in yours" in capsys.readouterr().out
+    assert not any(path.exists() for path in asked)
+    for words in (["--open"], ["--follow", "--open"]):
+        with pytest.raises(SystemExit):
+            monitor.main(words)
+
+
 def test_ended_runs_have_the_page_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, served = run(tmp_path / "one", [record(1), record(2)]), list[Any]()
-    monkeypatch.setattr(web, "serve", lambda runs, port, token: served.extend(runs))
+    monkeypatch.setattr(web, "serve", lambda runs, port, token, show: served.extend(runs))
     assert monitor.main([str(folder), str(folder), "--web"]) == 0
     [(feed, statuses)] = served
     feed.follow(statuses)
     page = Client([feed], TOKEN).get("/").text
     assert "<h1>one</h1>" in page and [line["steps"] for line in drawn(page)["Loss"]["lines"]][0] == [1, 2]
-    assert told_of(feed, folder)["state"] == "the run has ended"
+    told = told_of(feed, folder)
+    assert (told["is"], told["state"]) == ("ended", "the run has ended")
+    assert told["line"] == "step 2   loss 3.9980   500.0 ms per step"
 
 
 def test_a_browser_follows_the_run(tmp_path: Path) -> None:
@@ -410,13 +470,15 @@ def test_a_browser_follows_the_run(tmp_path: Path) -> None:
     finally:
         feed.listens.set()
         follower.join()
-    assert re.findall(r'<p class="line">(step \d+)', seen) == ["step 3", "step 29"], "each run has its own"
+    assert re.findall(r'<span class="line">(step \d+)', seen) == ["step 3", "step 29"], "each run has its own"
     assert seen.count("the run has ended") == 4, "shown and read aloud"
     assert "GPU, or trainer" in seen and "<td>3.00 GiB</td>" in seen
     assert seen.count("<canvas") == int(re.findall(r'data-charts="(\d+)"', seen)[0]) >= 6
     assert "two: training from – to –;" in seen and "one: training from 3.999 to 3.971;" in seen
     assert seen.count('<figure class="gantt">') == 1 and "Timeline of one: steps 41 to 42" in seen
-    plans = re.findall(r'<td>(\d+)</td>(?:<td>[^<]*</td>){6}<td class="words">&lt;plan&gt; of', seen)
+    plans = re.findall(
+        r'<td>(\d+)</td>(?:<td>[^<]*</td>){3}<td class="words">[^<]*</td><td class="words">&lt;plan&gt;', seen
+    )
     assert plans == ["4", "9", "4", "9"]
 
 

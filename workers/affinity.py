@@ -67,17 +67,17 @@ def choose(
         missing = sorted(set(cores) - set(available))
         if missing:
             raise ConfigError(f"cores {wish!r}: {format_cores(tuple(missing))} are not among {format_cores(available)}")
-        return _part(cores, threads, "as asked", rank, ranks, trainer_cores=0)
+        return part(cores, threads, "as asked", rank, ranks, trainer_cores=0)
     nodes = [*gpu_nodes(), *[None] * ranks][:ranks]
     pools = [tuple(core for core in available if node is not None and core in node_cores(node)) for node in nodes]
     if not all(pools):
-        return _part(available, threads, "all nodes", rank, ranks, trainer_cores=TRAINER_CORES)
+        return part(available, threads, "all nodes", rank, ranks, trainer_cores=TRAINER_CORES)
     peers = [other for other in range(ranks) if nodes[other] == nodes[rank]]
     where = f"NUMA node {nodes[rank]} of the GPU"
-    return _part(pools[rank], threads, where, peers.index(rank), len(peers), trainer_cores=TRAINER_CORES)
+    return part(pools[rank], threads, where, peers.index(rank), len(peers), trainer_cores=TRAINER_CORES)
 
 
-def _part(
+def part(
     cores: tuple[int, ...], threads: int | None, where: str, index: int, parts: int, *, trainer_cores: int
 ) -> Pinning:
     """One of several equal parts of `cores`, once each trainer has got its own; all of them if they are too few."""

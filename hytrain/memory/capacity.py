@@ -264,8 +264,13 @@ def host_bound(limit: int | None, ranks: int = 1) -> int:
     Together they get what is stated, or what the machine has left now, less a margin. All ranks have to ask before the
     first one takes its part.
     """
-    left = int((1.0 - HOST_MARGIN) * available_bytes()) - HOST_MARGIN_BYTES if limit is None else limit
+    left = beside_margin(available_bytes()) if limit is None else limit
     return max(left, 0) // ranks
+
+
+def beside_margin(available: int) -> int:
+    """What planes may take of so many bytes of host memory; below 0 if the margin is more."""
+    return int((1.0 - HOST_MARGIN) * available) - HOST_MARGIN_BYTES
 
 
 def host_free(limit: int | None, device: torch.device, ranks: int = 1) -> Callable[[], int | None]:

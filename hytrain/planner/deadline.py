@@ -48,7 +48,7 @@ def _least_on_the_gpu(profile: Profile, limits: Limits, few: int) -> Target:
         if limits.allow(profile, lids - {layer.lid}):  # a larger layer after it makes it needless
             lids -= {layer.lid}
     lids = min([lids, *_all_sets(profile, limits, few)], key=profile.gpu_state_bytes)
-    why = "is the least that host memory allows" if lids else "and host memory holds everything"
+    why = "is the least that host memory allows" if lids else "since host memory holds everything"
     return Target(gpu_lids=lids, reason=f"GPU memory is to be saved: k={profile.k_of(lids):.2f} {why}")
 
 
@@ -58,7 +58,7 @@ def _most_on_the_gpu(profile: Profile, limits: Limits, few: int) -> Target:
     by_size = build_ladder(profile, replace(limits, host_bytes=None), _largest_first(profile.layers))
     choices = [ladder.rung(len(ladder.layers)) for ladder in (by_rank, by_size)]
     lids = min([*choices, *_all_sets(profile, limits, few)], key=profile.host_bytes)
-    why = "is all that GPU memory has room for" if lids != profile.lids else "and GPU memory holds everything"
+    why = "is all that GPU memory has room for" if lids != profile.lids else "since GPU memory holds everything"
     return Target(gpu_lids=lids, reason=f"host memory is to be saved: k={profile.k_of(lids):.2f} {why}")
 
 
@@ -98,7 +98,7 @@ def _best_set(profile: Profile, limits: Limits, target: Target, target_s: float)
     best = min((some for some in steps_s if steps_s[some] <= enough_s), key=profile.gpu_state_bytes)
     if target_s <= enough_s and not _saving(profile, target.gpu_lids, best):
         return target
-    why = f"is the best of all sets: steps of {_ms(steps_s[best])}, where the first layers bring {_ms(target_s)}"
+    why = f"with the best of all sets of layers: steps of {_ms(steps_s[best])}, {_ms(target_s)} with the first layers"
     return Target(gpu_lids=best, reason=f"k={profile.k_of(best):.2f} {why}")
 
 
@@ -119,20 +119,20 @@ def _why(steps: Steps, j: int) -> str:
     chosen = steps[j]
     late = chosen.stall_s > SAME_SPEED * chosen.step_s
     if late and j == len(ladder.layers) < len(profile.layers):
-        return f"CPU finishes {_ms(chosen.stall_s)} late at {k}, and GPU memory has no room for more"
+        return f"the CPU's updates end {_ms(chosen.stall_s)} late at {k}, and GPU memory has no room for more layers"
     if late:
-        return f"CPU finishes {_ms(chosen.stall_s)} late at {k}, but no other k is clearly faster"
+        return f"the CPU's updates end {_ms(chosen.stall_s)} late at {k}, but no other k is clearly faster"
     if j == 0:
-        return f"CPU is in time at {k}"
+        return f"the CPU keeps up with all layers, so the GPU owns none ({k})"
     if j == ladder.lowest:
-        return f"{k} is the least that host memory allows"
+        return f"the GPU owns no more than what host memory has no room for ({k})"
     below = steps[j - 1]
     if not below.stalls_s and profile.speculates and profile.clipped:
-        return f"{profile.clipped:.0%} of the steps are clipped; {k} is the least with the shortest mean"
+        return f"{profile.clipped:.0%} of the steps are clipped, and wait; {k} has the shortest steps on average"
     if not below.stalls_s:
-        return f"launches are slow beside the CPU's updates; {k} is the least with the shortest steps"
-    before = f"CPU finishes {_ms(below.stall_s)} late at k={profile.k_of(ladder.rung(j - 1)):.2f}"
-    return f"{before}; {k} is the least {'with next to no' if chosen.stalls_s else 'without'} stalls"
+        return f"the CPU's updates slow the GPU's kernel launches down; with {k} steps are shortest"
+    before = f"the CPU's updates would end {_ms(below.stall_s)} late at k={profile.k_of(ladder.rung(j - 1)):.2f}"
+    return f"{before}; at {k} {'next to nothing' if chosen.stalls_s else 'nothing'} waits for them"
 
 
 def worth_moving(asked: Question, profile: Profile, target: Target) -> Target:
@@ -173,11 +173,12 @@ def _if_it_pays(asked: Question, profile: Profile, target: Target) -> Target:
         same_s = SAME_SPEED * now_s
         if saved and fewer_gain_s >= -same_s and fewer_cost_s <= same_s * horizon_steps:
             k = profile.k_of(fewer.gpu_lids)
-            reason = f"k={k:.2f} frees {gb(saved)} of GPU memory; the CPU keeps up, also {profile.cpu_slack:.0%} slower"
+            slower = f"even when it is {profile.cpu_slack:.0%} slower"
+            reason = f"k={k:.2f} frees {gb(saved)} of GPU memory, and the CPU keeps up, {slower}"
             return replace(fewer, reason=reason)
-    price = f"changes a step by {-1e3 * gain_s:+.1f} ms and costs {_ms(cost_s)} once"
+    price = f"would make a step {_longer(-gain_s)}, and cost {_ms(cost_s)} once"
     if lasting_s < gain_s:
-        price += f"; at the CPU's slowest, {profile.cpu_slack:.0%} slower than now, by {-1e3 * lasting_s:+.1f} ms"
+        price += f"; when the CPU is {profile.cpu_slack:.0%} slower, as it was at times, {_longer(-lasting_s)}"
     return _stay(profile, current, target, price)
 
 
@@ -192,6 +193,10 @@ def _saving(profile: Profile, current: frozenset[int], target: frozenset[int]) -
     """Bytes of GPU memory that the target saves; 0 if they are not worth a move."""
     saved = profile.gpu_state_bytes(current) - profile.gpu_state_bytes(target)
     return saved if saved > CLEAR_SAVING * profile.gpu_state_bytes(profile.lids) else 0
+
+
+def _longer(time_s: float) -> str:
+    return f"{_ms(abs(time_s))} {'longer' if time_s > 0 else 'shorter'}"
 
 
 def _ms(time_s: float) -> str:

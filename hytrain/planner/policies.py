@@ -169,9 +169,9 @@ def _with(profile: Profile, shares: Shares) -> Profile:
 
 
 def _shares(profile: Profile) -> str:
-    offloaded = f"{profile.offload:.0%} have their weights in host memory; " if profile.offload else ""
-    must = f"the CPU cannot update {profile.must_visit:.0%}, which visit the GPU or stay there; "
-    visiting = f"{profile.visit:.0%} visit the GPU; " if profile.visit else ""
+    offloaded = f"{profile.offload:.0%} of the weights rest in host memory; " if profile.offload else ""
+    must = f"the CPU cannot update {profile.must_visit:.0%}, whose state visits the GPU or stays there; "
+    visiting = f"the state of {profile.visit:.0%} visits the GPU; " if profile.visit else ""
     return offloaded + (must if profile.must_visit else "") + visiting
 
 

@@ -69,6 +69,7 @@ class Estimate:
     planes: dict[str, int]  # bytes per trainable parameter
     needs: tuple[Need, ...]
     ranks: Mapping[str, int]  # the mesh
+    precision: Precision
     free_host: int
     bound_host: int  # for planes: what is free, less a margin
     free_device: int | None
@@ -93,12 +94,9 @@ class Estimate:
             (n.name, *map(gib, (n.optimizer, n.shared, n.host, n.trainer)), self.fits(n), *self._largest(n))
             for n in sorted(self.needs, key=lambda n: (n.k, n.offloaded, n.visits))
         ]
-        free, floor = ", the trainer's part included", ""
+        free = ", the trainer's part included"
         if self.device == "GPU":
             free = ", no GPU in this machine" if self.free_device is None else f", GPU {gib(self.free_device)}"
-        if self.peak_tflops is not None:
-            seconds, whose = tflop / self.peak_tflops / ranks, "each" if ranks > 1 else "the"
-            floor = f", at least {seconds:.3f} s at {whose} GPU's peak of {self.peak_tflops:g} TFLOP/s"
         lines = [
             self.verdict(),
             "",
@@ -118,29 +116,39 @@ class Estimate:
                 else []
             ),
             "",
-            f"{tflop:,.3f} TFLOP per step{floor}.",
+            f"{tflop:,.3f} TFLOP per step{self._at_least(', ')}.",
         ]
         return "\n".join(lines)
 
     def verdict(self) -> str:
-        """Whether the recipe fits, and with which options, in one sentence."""
+        """Whether the recipe fits, whether it is exact, how fast it is at most, and with which options."""
+        how = "exact" if self.precision.is_exact else f"not exact, with {self.precision}"
+        how += self._at_least(", in steps of ")
         answers = {
             answer: [need for need in self.needs if self.fits(need) == answer] for answer in ("yes", "on the host")
         }
         named = {answer: "; ".join(f"k={need.name}" for need in needs) for answer, needs in answers.items()}
         if named["yes"]:
-            return f"It fits this machine, without activations, with any of: {named['yes']}."
+            return f"It fits this machine, {how}; without activations, with any of: {named['yes']}."
         if needs := answers["on the host"]:
             least = gib(min(need.trainer for need in needs))
             return (
-                f"It fits this machine's host memory with any of: {named['on the host']}. There is no GPU here: it "
-                f"takes one with {least} and room for activations."
+                f"It fits this machine's host memory, {how}, with any of: {named['on the host']}. There is no GPU "
+                f"here: it takes one with {least} and room for activations."
             )
         host, gpu = (min(each) for each in zip(*((need.host, need.trainer) for need in self.needs if need.k < 1)))
         return (
             f"It does not fit this machine, where planes may take {gib(self.bound_host)} of host memory: unless the "
             f"GPU owns layers, it takes {gib(host)}, and {gib(gpu)} on the GPU."
         )
+
+    def _at_least(self, before: str) -> str:
+        """How long a step takes on GPUs that reach their peak; nothing where that is not known."""
+        if self.peak_tflops is None:
+            return ""
+        ranks = math.prod(self.ranks.values())
+        least_s, whose = self.flops_per_step / 1e12 / self.peak_tflops / ranks, "each" if ranks > 1 else "the"
+        return f"{before}at least {least_s:.3f} s at {whose} GPU's peak of {self.peak_tflops:g} TFLOP/s"
 
     def fits(self, need: Need) -> str:
         """Whether it fits into what is free, without activations on the GPU. Ranks share a machine's host memory."""
@@ -227,6 +235,7 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
         planes=planes,
         needs=tuple(needs),
         ranks=mesh,
+        precision=precision,
         free_host=available_bytes(),
         bound_host=host_bound(None),
         free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from hytrain import gpus
 from hytrain.errors import ConfigError
 from hytrain.model.blueprint import Blueprint
 from hytrain.model.deferred import recording
@@ -30,32 +31,6 @@ from hytrain.recipe.sharding import inference
 _AUTO_MODEL: Any = AutoModelForCausalLM  # its methods have no types
 GENERATION = "generation_config.json"
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions")
-
-# Dense bf16 peaks in TFLOP/s, as stated by the vendors.
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "GH200": 989.0,
-    "H20": 148.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "A40": 150.0,
-    "A30": 165.0,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "RTX 6000 Ada": 364.0,
-    "RTX A6000": 155.0,
-    "RTX 5090": 210.0,
-    "RTX 4090": 165.0,
-    "RTX 4080": 97.0,
-    "RTX 3090": 71.0,
-}
 
 
 class Cost(NamedTuple):
@@ -263,9 +238,9 @@ def peak_tflops(where: torch.device) -> float | None:
 
 
 def peak_of(gpu: str) -> float | None:
-    """The dense bf16 peak in TFLOP/s of a GPU by its name: that of the longest matching name in the table."""
-    names = [name for name in PEAK_TFLOPS if set(name.split()) <= set(gpu.replace("-", " ").split())]
-    return PEAK_TFLOPS[max(names, key=len)] if names else None
+    """The dense bf16 peak in TFLOP/s of a GPU by its name, or None if it is not in the table."""
+    name = gpus.named(gpu)
+    return None if name is None else gpus.GPUS[name].tflops
 
 
 def require_folder(folder: Path | None) -> None:

@@ -71,7 +71,7 @@ class CoordinatorState:
             case m.Hello():
                 return self._on_hello(sender, message)
             case m.Ready():
-                self.members.ready(sender, message.detail)
+                self.members.ready(sender, message.detail, message.cores)
                 return [Note(f"{sender} is ready: {message.detail}")]
             case m.StatusRequest():
                 return [Answer(self._status())]
@@ -136,6 +136,8 @@ class CoordinatorState:
         if command.name in ORDERS and self.fleet.taken:
             reply, commands = ORDERS[command.name](self, command.value)
             replies.append(reply)
+        elif (refusal := self._too_many(command)) is not None:
+            replies.append(m.CommandReply(ok=False, text=refusal))
         else:
             for seat in self.fleet.taken:
                 reply, more = seat.command(command.name, command.value)
@@ -147,6 +149,14 @@ class CoordinatorState:
         if reply.ok and self._elsewhere:
             reply = replace(reply, text=f"{reply.text}, on this machine: give the command on each of the others, too")
         return [Answer(reply), *commands]
+
+    def _too_many(self, command: m.Command) -> str | None:
+        """What is said of more threads than an optimizer has cores."""
+        known = [self.members.cores(Address("optimizer", seat.trainer.rank)) for seat in self.fleet.taken]
+        most = min((cores for cores in known if cores), default=0)
+        if command.name != "threads" or not command.value.isdecimal() or not 0 < most < int(command.value[:9]):
+            return None
+        return f"threads is {command.value[:9]}: at most {most}, one per core of the optimizer"
 
     def _trace(self, value: str) -> tuple[m.CommandReply, list[Command]]:
         try:

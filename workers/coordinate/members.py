@@ -37,6 +37,7 @@ class Member:
 
     hello: Hello
     detail: str | None = None
+    cores: int = 0
     pong: Pong = NO_ANSWER
     missed: int = -1  # beats since it was asked, without an answer
     has_answered: bool = False  # since the last beat
@@ -63,10 +64,10 @@ class Members:
             raise HandshakeError(f"{sender} joined as process {known.hello.pid}, now {hello.pid} says Hello")
         self.joined[sender] = Member(hello)
 
-    def ready(self, sender: Address, detail: str) -> None:
+    def ready(self, sender: Address, detail: str, cores: int = 0) -> None:
         if (member := self.joined.get(sender)) is None or member.detail is not None:
             raise HandshakeError(f"{sender} says Ready without a Hello, or twice")
-        member.detail = detail
+        member.detail, member.cores = detail, cores
 
     def leave(self, address: Address) -> None:
         """The process said Goodbye. Another one may join with its address."""
@@ -83,6 +84,10 @@ class Members:
         """What the process said when it was ready, or "starting" before."""
         member = self.joined.get(address)
         return "starting" if member is None or member.detail is None else member.detail
+
+    def cores(self, address: Address) -> int:
+        """How many cores the process has for threads that a command may ask for; 0 if that is not known."""
+        return 0 if (member := self.joined.get(address)) is None else member.cores
 
     def answered(self, address: Address, pong: Pong) -> None:
         if (member := self.joined.get(address)) is not None:

@@ -85,7 +85,9 @@ class Server:
         if attempt:
             _log.warning("another coordinator has been started")
         self.coordinator.send(m.Hello(pid=os.getpid(), inbox=str(self.network.address), attempt=attempt))
-        self.coordinator.send(m.Ready(detail=self.pinning.describe_place()))  # each report has the thread count
+        self.coordinator.send(
+            m.Ready(detail=self.pinning.describe_place(), cores=len(self.pinning.cores))
+        )  # each report has the thread count
         if self._calibration is not None:
             self.coordinator.send(self._calibration)
 

@@ -348,8 +348,7 @@ class Planning:
         self._planned_at = self._rest = None
         commands = self._change_threads(self.wishes.threads) if name == "threads" and self.wishes.threads else []
         commands += self._limit_memory(name) if name in self.wishes.limits else []
-        most = " (at most one per core of the optimizer)" if name == "threads" else ""
-        return m.CommandReply(ok=True, text=f"{name}={value}{most} from the next plan on"), commands
+        return m.CommandReply(ok=True, text=f"{name}={value} from the next plan on"), commands
 
     def _limit_memory(self, commanded: str = "") -> list[Command]:
         """Of the GPU's, the trainer has what was commanded before."""

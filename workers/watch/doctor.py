@@ -3,6 +3,9 @@
 in a process of its own, pinned as the optimizer would be ─▶ the CPU's updates ┐
 here ─▶ copies, updates and a matrix product on the GPU ───────────────────────┼─▶ forecast ─▶ tables, advice
 memory, control groups, limits, PCIe ──────────────────────────────────────────┘
+
+With `--model`, `fits` answers first: whether it fits, how fast it would be, whether exactly. With `--gpu`, the machine
+is one that is described, and nothing is measured.
 """
 
 from __future__ import annotations
@@ -17,9 +20,9 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
@@ -29,6 +32,9 @@ from hytrain.readable import gib, size, table
 from protocol.handles import EXACT, Precision
 from workers import affinity
 from workers.exits import EXIT_USAGE
+
+if TYPE_CHECKING:
+    from workers.watch.fits import Host
 
 #: What is forecast, by the name that a page has for it.
 PRECISIONS: Final = {
@@ -102,9 +108,17 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="hytrain-cluster doctor", description="What this machine can train, and what to change first."
     )
+    parser.add_argument(
+        "--model",
+        help="answer for this model: a size such as 7B, or a folder or name of the Hub with a config.json",
+    )
+    parser.add_argument("--gpu", metavar="NAME", help='answer for a machine with this GPU, such as "RTX 4090"')
+    parser.add_argument("--ram", type=size, metavar="SIZE", help="with --gpu: its host memory, such as 64GiB")
     parser.add_argument("--batch", type=int, default=4, help="sequences per step (4)")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens of each (1024)")
-    parser.add_argument("--cores", default="auto", help="cores of the optimizer, as for a run")
+    parser.add_argument(
+        "--cores", default="auto", help="cores of the optimizer, as for a run; with --gpu, how many cores"
+    )
     parser.add_argument("--threads", type=int, help="its threads, as for a run")
     parser.add_argument(
         "--host-memory-limit", type=size, metavar="SIZE", help="maximum host memory for planes, such as 58GiB"
@@ -120,11 +134,57 @@ def main(argv: Sequence[str]) -> int:
         if asked.cpu:
             print(json.dumps(_measure_cpu(asked.cores, asked.threads)))
         else:
-            print(render(examine(asked), asked.batch, asked.sequence))
+            print(_told(asked))
     except (ClusterError, ConfigError) as error:
         print(f"hytrain-cluster: {error}", file=sys.stderr)
         return 1 if isinstance(error, ClusterError) else EXIT_USAGE
     return 0
+
+
+def _told(asked: argparse.Namespace) -> str:
+    """What is printed: the answer for a model, and the machine that was measured, or models on a described one."""
+    if asked.gpu is None and asked.ram is not None:
+        raise ConfigError('--ram is for a machine that is described: name its GPU, too, as in --gpu "RTX 4090"')
+    machine = None if asked.gpu is not None else examine(asked)
+    from workers.watch import fits
+
+    shape = None if asked.model is None else fits.model_named(asked.model)
+    host = _described(asked) if machine is None else _measured(machine)
+    parts = []
+    if shape is not None and host is None:
+        parts.append("No: torch sees no GPU here. --gpu and --ram answer for a machine that has one.")
+    elif shape is not None and host is not None:
+        parts.append(fits.answer(shape, host, asked.batch, asked.sequence).render())
+    if machine is not None:
+        parts.append(render(machine, asked.batch, asked.sequence))
+    elif host is not None and shape is None:
+        parts.append(_forecasts(host, asked.batch, asked.sequence))
+    return "\n\n".join(parts)
+
+
+def _described(asked: argparse.Namespace) -> Host:
+    """The machine that is described. What is not said of it is as here."""
+    from workers.watch import fits
+
+    if asked.cores != "auto" and not asked.cores.isdecimal():
+        raise ConfigError(f"--cores {asked.cores}: with --gpu, the number of cores, such as 8")
+    cores = len(os.sched_getaffinity(0)) if asked.cores == "auto" else int(asked.cores)
+    ram = int(psutil.virtual_memory().total) if asked.ram is None else asked.ram
+    host = fits.described(asked.gpu, ram, cores, PRECISIONS.values())
+    bounds = {"gpu_bytes": asked.gpu_memory_limit, "host_bytes": asked.host_memory_limit}
+    return replace(host, **{name: min(most, getattr(host, name)) for name, most in bounds.items() if most is not None})
+
+
+def _measured(machine: Machine) -> Host | None:
+    """The rates and the memory of a machine; None without a GPU."""
+    from workers.watch.fits import Host
+    from workers.watch.forecast import Rates
+
+    if (gpu := machine.gpu) is None:
+        return None
+    cpu_update = {PRECISIONS[name]: rate for name, rate in machine.cpu_update.items()}
+    rates = Rates(gpu.product, gpu.to_host, gpu.from_host, gpu.update, cpu_update)
+    return Host("this machine", rates, gpu.bound_bytes, machine.bound_bytes)
 
 
 def examine(asked: argparse.Namespace) -> Machine:
@@ -258,7 +318,16 @@ def _link(uuid: str) -> tuple[int, ...] | None:
 def render(machine: Machine, batch: int, sequence: int) -> str:
     """The machine, what it trains, and advice."""
     parts = ["\n".join(f"{name:14} {text}" for name, text in _facts(machine))]
-    parts += _forecasts(machine, batch, sequence)
+    if (host := _measured(machine)) is not None:
+        parts.append(_forecasts(host, batch, sequence))
+    else:
+        alone = machine.bound_bytes / CPU_BYTES / 1e9
+        parts.append(
+            f"This machine trains on its CPU alone: up to {alone:.1f} B parameters in float32 fit ({CPU_BYTES} bytes "
+            "each, and activations).\nHyTrain makes nothing faster there. Run doctor where the GPU is, or name one: "
+            'doctor --gpu "RTX 4090" --ram 64GiB\n--cores 8 --model 7B. --dry-run says here how much memory a recipe '
+            "needs."
+        )
     if advice := list(advise(machine)):
         parts.append("What to change first:\n" + "\n".join(f"- {sentence}" for sentence in advice))
     return "\n\n".join(parts)
@@ -287,52 +356,36 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
     ]
 
 
-def _forecasts(machine: Machine, batch: int, sequence: int) -> list[str]:
+def _forecasts(host: Host, batch: int, sequence: int) -> str:
     """A table of models and how fast each would train, and the largest that fits."""
-    from workers.watch import forecast
+    from workers.watch import fits, forecast
 
-    if machine.gpu is None:
-        alone = machine.bound_bytes / CPU_BYTES / 1e9
-        return [
-            f"This machine trains on its CPU alone: up to {alone:.1f} B parameters in float32 fit ({CPU_BYTES} bytes "
-            "each, and activations).\nHyTrain makes nothing faster there. Run doctor where the GPU is, to forecast its "
-            "speed, and --dry-run\nhere for the memory that a recipe needs."
-        ]
-    bounds = {"gpu_bytes": machine.gpu.bound_bytes, "host_bytes": machine.bound_bytes}
+    bounds = {"gpu_bytes": host.gpu_bytes, "host_bytes": host.host_bytes}
     most = ", ".join(
         f"{forecast.most_parameters(**bounds, precision=one) / 1e9:.1f} B ({name})" for name, one in PRECISIONS.items()
     )
-    rates = forecast.Rates(
-        product=machine.gpu.product,
-        to_host=machine.gpu.to_host,
-        from_host=machine.gpu.from_host,
-        gpu_update=machine.gpu.update,
-        cpu_update={PRECISIONS[name]: rate for name, rate in machine.cpu_update.items()},
-    )
-    tokens = batch * sequence
     rows = []
     for shape in forecast.SHAPES:
-        found = [forecast.forecast(shape, rates, tokens=tokens, precision=one, **bounds) for one in PRECISIONS.values()]
-        largest = shape.most_tokens(machine.gpu.bound_bytes, next(iter(PRECISIONS.values())))
-        rows.append([shape.name, *(cell for one in found for cell in _cells(one, tokens)), f"{largest:,}"])
+        found = [host.forecast(shape, batch * sequence, one) for one in PRECISIONS.values()]
+        largest = shape.most_tokens(host.gpu_bytes, next(iter(PRECISIONS.values())))
+        rows.append(
+            [shape.name, *(cell for one in found for cell in fits.cells(one, batch * sequence)), f"{largest:,}"]
+        )
         if all(one.step_s is None for one in found):
             break
     heads = ["model"] + [head for name in PRECISIONS for head in (f"{name}: s/step", "tokens/s", "of full speed")]
     heads.append("most tokens")
-    return [
-        f"LLaMA models in bf16, {batch} x {sequence} tokens per step, with checkpointing and the loss in parts:",
-        table(heads, rows),
-        "Where steps were measured, forecasts were 0.82 to 1.18 times as long as the steps. Full speed is that of "
-        "forward\nand backward alone, on a GPU that could hold everything.",
-        "Most tokens: the largest batch, with visits and offloaded weights.",
-        f"At most so many parameters fit, in bf16, without activations: {most}.",
-    ]
-
-
-def _cells(found: Any, tokens: int) -> list[str]:
-    if found.step_s is None:
-        return ["no room", "-", "-"]
-    return [f"{found.step_s:.2f}", f"{tokens / found.step_s:,.0f}", f"{found.work_s / found.step_s:.0%}"]
+    return "\n\n".join(
+        (
+            f"LLaMA models in bf16, {batch} x {sequence} tokens per step, with checkpointing and the loss in parts, on "
+            f"{host.name}:",
+            table(heads, rows),
+            "Where steps were measured, forecasts were 0.82 to 1.18 times as long as the steps. Full speed is that of "
+            "forward\nand backward alone, on a GPU that could hold everything.",
+            "Most tokens: the largest batch, with visits and offloaded weights.",
+            f"At most so many parameters fit, in bf16, without activations: {most}.",
+        )
+    )
 
 
 def advise(machine: Machine) -> list[str]:

@@ -36,7 +36,10 @@ LOSS_CHUNKS: Final = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """A LLaMA. `key_heads` is the share of the heads that have keys and values of their own."""
+    """A LLaMA. `key_heads` is the share of the heads that have keys and values of their own.
+
+    `counted`: so many parameters has a block of another model. `tied`: the head is the embedding.
+    """
 
     name: str
     hidden: int
@@ -44,15 +47,21 @@ class Shape:
     blocks: int
     vocabulary: int = 32000
     key_heads: float = 1.0
+    counted: int = 0
+    tied: bool = False
 
     @property
     def block_numel(self) -> int:
         attention = 2 * (1 + self.key_heads) * self.hidden**2
-        return int(attention + 3 * self.hidden * self.intermediate)
+        return self.counted or int(attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def head_numel(self) -> int:
+        return self.vocabulary * self.hidden
 
     @property
     def numel(self) -> int:
-        return self.blocks * self.block_numel + 2 * self.vocabulary * self.hidden
+        return self.blocks * self.block_numel + (1 if self.tied else 2) * self.head_numel
 
     def step_bytes(self, tokens: int) -> int:
         """GPU memory of a step besides what is placed: embedding and head, gradients on their way, and activations.
@@ -63,7 +72,7 @@ class Shape:
 
     @property
     def _ends_bytes(self) -> int:
-        return 2 * 2 * self.vocabulary * self.hidden
+        return 2 * 2 * self.head_numel
 
     @property
     def _step(self) -> StepMemory:
@@ -102,20 +111,36 @@ class Rates:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Of one model: seconds per step, and what they would be if updates took no time. None if it does not fit."""
+    """Of one model: seconds per step, and what they would be if updates took no time. None if it does not fit.
+
+    `visit` and `offload`: the shares of the parameters whose state visits the GPU, and whose weights are offloaded.
+    """
 
     step_s: float | None
     work_s: float
     reason: str
+    visit: float = 0.0
+    offload: float = 0.0
 
 
 def forecast(
-    shape: Shape, rates: Rates, *, gpu_bytes: int, host_bytes: int, tokens: int, precision: Precision
+    shape: Shape,
+    rates: Rates,
+    *,
+    gpu_bytes: int,
+    host_bytes: int,
+    tokens: int,
+    precision: Precision,
+    visit: float | None = None,
+    offload: float | None = None,
 ) -> Forecast:
-    """A step over so many tokens, with bf16 weights. `gpu_bytes` are free, `host_bytes` may be taken by planes."""
+    """A step over so many tokens, with bf16 weights. `gpu_bytes` are free, `host_bytes` may be taken by planes.
+
+    `visit` and `offload`: the shares, as the options of the same names; None lets the planner choose.
+    """
     table = _table(shape, gpu_bytes, host_bytes, precision)
     per_parameter_s = 8 * tokens / (OF_PRODUCT * rates.product)
-    work_s = per_parameter_s * (shape.numel - shape.vocabulary * shape.hidden)
+    work_s = per_parameter_s * (shape.blocks * shape.block_numel + shape.head_numel)
     layers, sizes = [], sizes_of(table)
     for layer in table.layers:
         works = not layer.name.startswith("embedding")
@@ -126,7 +151,7 @@ def forecast(
             "h2d_s": 2 / rates.from_host,
             "cpu_update_s": BESIDE_TRAINING / rates.cpu_update[precision],
             "gpu_update_s": 1 / rates.gpu_update,
-            "visit_s": BESIDE_TRAINING * _state_bytes(precision) / min(rates.to_host, rates.from_host),
+            "visit_s": BESIDE_TRAINING * state_bytes(precision) / min(rates.to_host, rates.from_host),
         }
         times: dict[str, Any] = {name: layer.numel * value for name, value in each.items()}
         layers.append(LayerProfile(**asdict(facts(layer, table, sizes)), **times))
@@ -139,20 +164,23 @@ def forecast(
     room = int((1 - GPU_MARGIN) * gpu_bytes) - shape.step_bytes(tokens)
     try:
         limits = Limits(gpu_state_bytes=max(room, 0), host_bytes=host_bytes)
-        asked = Question(policy="deadline", limits=limits, current=frozenset(), visit=None, offload=None)
+        asked = Question(policy="deadline", limits=limits, current=frozenset(), visit=visit, offload=offload)
         decision = decide(asked, replace(profile, visit=1.0, offload=1.0))
     except Infeasible as error:
         return Forecast(None, work_s, str(error))
-    return Forecast(decision.predicted_step_s, work_s, decision.reason)
+    planned = replace(profile, visit=decision.visit, offload=decision.offload)
+    if planned.gpu_state_bytes(decision.gpu_lids) + planned.held_for_visits_bytes > room:  # nothing takes less
+        return Forecast(None, work_s, f"a step of {tokens} tokens leaves the GPU no room")
+    return Forecast(decision.predicted_step_s, work_s, decision.reason, decision.visit, decision.offload)
 
 
 def most_parameters(*, gpu_bytes: int, host_bytes: int, precision: Precision) -> float:
     """How many fit, with activations left out: the GPU owns what it has room for, the state of all others visits it."""
-    state = _state_bytes(precision)
+    state = state_bytes(precision)
     return host_bytes / (state + 2) + (1 - GPU_MARGIN) * gpu_bytes / (state + 2)
 
 
-def _state_bytes(precision: Precision) -> int:
+def state_bytes(precision: Precision) -> int:
     """Of a parameter's remainder and moments."""
     return sum(DTYPE_BYTES[dtype] for dtype in precision.planes("bfloat16").values())
 
@@ -178,9 +206,10 @@ def _table(shape: Shape, gpu_bytes: int, host_bytes: int, precision: Precision) 
             layers.append(m.Layer(lid=at, position=at, name=f"{name}#{piece}", segments=(segment,)))
         return tuple(range(first, len(layers)))
 
-    add("embedding", shape.vocabulary * shape.hidden)
+    if not shape.tied:
+        add("embedding", shape.head_numel)
     blocks += [add(f"{index}", shape.block_numel) for index in range(shape.blocks)]
-    add("head", shape.vocabulary * shape.hidden)
+    add("head", shape.head_numel)
     return m.LayerTable(
         layers=tuple(layers),
         inbox="trainer",

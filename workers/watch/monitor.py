@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -112,6 +112,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="PORT",
         help=f"serve a page and Prometheus's /metrics on {web.HOST}, by default on port {web.PORT}",
     )
+    parser.add_argument("--open", action="store_true", help="with --web: open the page in a browser")
     for kind, when in (
         ("stall", "the run waits long, or a process is stopped or does not answer"),
         ("divergence", "it diverges"),
@@ -138,8 +139,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if len(arguments.runs) > 1 and arguments.web is None:
         parser.error("several runs are for --web")
     arguments.run = next(iter(arguments.runs), None)
-    if arguments.web_token_file is not None and arguments.web is None:
-        parser.error("--web-token-file FILE is for --web")
+    if (arguments.web_token_file is not None or arguments.open) and arguments.web is None:
+        parser.error("--web-token-file FILE and --open are for --web")
     if (arguments.on_stall or arguments.on_divergence) and not arguments.follow:
         parser.error("--on-stall and --on-divergence are for --follow")
     if arguments.keep is not None and (arguments.keep < 0 or not arguments.prune):
@@ -196,7 +197,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             for name, folder, client in zip(names, folders, clients, strict=True)
         ]
         runs += [(web.Feed(folder.name, folder, _nobody), iter(())) for folder in ended]
-        web.serve(runs, arguments.web, token)
+        web.serve(runs, arguments.web, token, show=web.opened if arguments.open else nullcontext)
     return 0
 
 

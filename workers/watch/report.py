@@ -44,7 +44,8 @@ MOST_PLANS: Final = 200
 class Chart:
     """A chart's title, its unit, the factor of its values, and its lines: metrics with their names.
 
-    If it `cuts`, a few peaks may be higher than the chart: what most steps need is to be seen.
+    If it `cuts`, a few peaks may be higher than the chart: what most steps need is to be seen. A large one is as wide
+    as the page, can be smoothed, and has a logarithmic axis if that is wanted.
     """
 
     title: str
@@ -52,11 +53,14 @@ class Chart:
     lines: tuple[tuple[str, str], ...]
     factor: float = 1.0
     cuts: bool = False
+    is_large: bool = False
 
 
+#: The first `MOST_SEEN` are seen at once; the others when they are asked for.
 CHARTS: Final = (
-    Chart("Loss", "nats", (("loss", "training"), ("validation_loss", "validation"))),
+    Chart("Loss", "nats", (("loss", "training"), ("validation_loss", "validation")), is_large=True),
     Chart("Step time", "s", (("step_s", "measured"), ("predicted_step_s", "predicted")), cuts=True),
+    Chart("Tokens per second", "1/s", (("tokens_per_s", "tokens/s"),)),
     Chart("Waiting for weights or memory", "s", (("stall_s", "stall"),), cuts=True),
     Chart("The CPU's updates", "s", (("cpu_busy_s", "busy"),), cuts=True),
     Chart("k: share of parameters that the GPU owns", "", (("k", "k"),)),
@@ -65,7 +69,6 @@ CHARTS: Final = (
         "layers",
         (("gpu_layers", "GPU owns"), ("visiting_layers", "state visits"), ("offloaded_layers", "weights offloaded")),
     ),
-    Chart("Tokens per second", "1/s", (("tokens_per_s", "tokens/s"),)),
     Chart("Learning rate", "", (("lr", "learning rate"),)),
     Chart("Norm of the gradients", "", (("grad_norm", "norm"),), cuts=True),
     Chart("GPU memory", "GiB", (("gpu_peak_bytes", "peak"), ("predicted_gpu_bytes", "planned")), 1 / GIB),
@@ -74,6 +77,9 @@ CHARTS: Final = (
     Chart("Time in which the GPU ran something", "", (("gpu_utilization", "share"),)),
     Chart("Host memory, as planned", "GiB", (("predicted_host_bytes", "planes, activations, processes"),), 1 / GIB),
 )
+
+
+MOST_SEEN: Final = 4
 
 
 def main(argv: Sequence[str]) -> int:
@@ -131,23 +137,31 @@ def page(stories: Sequence[Story | None], now: datetime, *, live: Sequence[Live]
     folders = [story.run.folder for story in stories if story is not None]
     names = names_of(folders) if live is None else [one.name for one in live]
     title = ", ".join(names)
-    kind = "A HyTrain report, written" if live is None else f"HyTrain, live: {_runs(len(names))}. The summary is of"
+    kind = (
+        f"A HyTrain report, written {now:%Y-%m-%d %H:%M} UTC" if live is None else f"HyTrain, live: {_runs(len(names))}"
+    )
+    axes = [dict(zip(("steps", "tokens", "seconds"), ([], [], []) if one is None else one.axes)) for one in stories]
     after = [one.after for one in live or ()]
-    data = {"runs": names, "after": after, "charts": list(_charts(stories, names, is_live=is_live))}
+    data = {"runs": names, "axes": axes, "after": after, "charts": list(_charts(stories, names, is_live=is_live))}
     parts = [_lives(names)] if is_live else []
-    parts += [_summary(stories, names)] if any(stories) else []
     parts.append('<section aria-label="Charts" id="charts"></section>')
-    for name, story in zip(names, stories, strict=True):
-        parts.append(_plans(name, story, is_live=is_live))
+    parts.append(f'<div id="summary">{summary([facts(story) for story in stories], names)}</div>')
+    for index, (name, story) in enumerate(zip(names, stories, strict=True)):
+        parts.append(f'<section class="run" aria-label="More of {escape(name)}">{_heading(names, index)}')
+        parts.append(_folded_plans(name, story, is_live=is_live))
+        parts.append(
+            Template((PAGES / "processes.html").read_text()).substitute(of=_of(names, name)) if is_live else ""
+        )
         parts.append("" if story is None else _ranks(name, story))
         parts.append(f'<div class="timeline">{timelines(name, {} if story is None else story.timelines)}</div>')
         parts.append("" if story is None else _details(name, story))
+        parts.append("</section>")
     style = (PAGES / "uplot" / "uPlot.min.css").read_text() + (PAGES / "page.css").read_text()
     script = "".join((PAGES / one).read_text() for one in (*SCRIPTS, *(["live.js"] if is_live else [])))
     return Template((PAGES / "report.html").read_text()).substitute(
         title=escape(title),
         policy=f"{POLICY}; script-src {_hash(script)}; style-src {_hash(style)}",
-        kind=f"{kind} {now:%Y-%m-%d %H:%M} UTC",
+        kind=kind,
         style=style,
         licence=escape((PAGES / "uplot" / "LICENSE").read_text().replace("--", "- -")),
         body="\n".join(part for part in parts if part),
@@ -175,12 +189,25 @@ def _runs(count: int) -> str:
 
 
 def _lives(names: Sequence[str]) -> str:
-    """What live.js fills, for each run. A single one is named by the page's title."""
-    parts, template = [], Template((PAGES / "live.html").read_text())
-    for index, name in enumerate(names):
-        heading = f'\n<h2><span class="mark run-{index % 6}"></span>{escape(name)}</h2>' if len(names) > 1 else ""
-        parts.append(template.substitute(heading=heading, of=f" of {escape(name)}" if len(names) > 1 else ""))
+    """What live.js fills, for each run."""
+    template = Template((PAGES / "live.html").read_text())
+    parts = (
+        template.substitute(heading=_heading(names, index), of=_of(names, name)) for index, name in enumerate(names)
+    )
     return f'<div id="lives">{"".join(parts)}</div>'
+
+
+def _heading(names: Sequence[str], index: int) -> str:
+    """Of one of several runs. A single one is named by the page's title."""
+    return f"<h2>{_mark(index)}{escape(names[index])}</h2>" if len(names) > 1 else ""
+
+
+def _of(names: Sequence[str], name: str) -> str:
+    return f" of {escape(name)}" if len(names) > 1 else ""
+
+
+def _mark(index: int) -> str:
+    return f'<span class="mark run-{index % 6}"></span>'
 
 
 def _charts(stories: Sequence[Story | None], names: Sequence[str], *, is_live: bool) -> Iterator[dict[str, Any]]:
@@ -198,7 +225,8 @@ def _charts(stories: Sequence[Story | None], names: Sequence[str], *, is_live: b
         if lines:
             meanings = [f"{label}: {BY_NAME[metric].meaning}" for metric, label in chart.lines]
             top = None if is_live else _top(chart, lines)
-            head = {"title": chart.title, "unit": chart.unit, "factor": chart.factor}
+            head = {"title": chart.title, "unit": chart.unit, "factor": chart.factor, "large": chart.is_large}
+            head["folded"] = CHARTS.index(chart) >= MOST_SEEN
             yield {**head, "about": "; ".join(meanings), "top": top, "lines": lines}
 
 
@@ -234,29 +262,43 @@ FACTS: Final[tuple[tuple[str, Callable[[Story], str | None]], ...]] = (
 )
 
 
-def _summary(stories: Sequence[Story | None], names: Sequence[str]) -> str:
-    heads = (f'<span class="mark run-{index % 6}"></span>{escape(name)}' for index, name in enumerate(names))
-    rows = []
-    for name, tell in FACTS:
-        told = [None if story is None else tell(story) for story in stories]
-        if any(told):
-            rows.append(_tr([escape(str(text or "–")) for text in told], head=name))
-    return _table("Summary", heads, rows, corner=True)
+def facts(story: Story | None) -> list[str | None]:
+    """What the summary says of a run, in the order of `FACTS`."""
+    return [None if story is None else tell(story) for _, tell in FACTS]
 
 
-def _plans(name: str, story: Story | None, *, is_live: bool) -> str:
+def summary(told: Sequence[Sequence[str | None]], names: Sequence[str]) -> str:
+    """The table of the runs' facts; nothing where there are none."""
+    heads = (f"{_mark(index)}{escape(name)}" for index, name in enumerate(names))
     rows = []
-    plans = [] if story is None else story.plans
-    for plan in plans[-MOST_PLANS:]:
+    for (name, _), texts in zip(FACTS, zip(*told, strict=True), strict=True):
+        if any(texts):
+            rows.append(_tr([escape(str(text or "–")) for text in texts], head=name))
+    return _table("Summary", heads, rows, corner=True) if rows else ""
+
+
+def _folded_plans(name: str, story: Story | None, *, is_live: bool) -> str:
+    """The newest plan's reason, and the table of all when it is opened."""
+    table = plans(name, story)
+    if not (table or is_live):
+        return ""
+    reason = escape(f"k {story.plans[-1].k:.3f}: {story.plans[-1].reason}") if story and story.plans else ""
+    head = f'<summary><strong>Plan</strong> <span class="reason">{reason}</span></summary>'
+    return f'<details>{head}<div class="plans">{table}</div></details>'
+
+
+def plans(name: str, story: Story | None) -> str:
+    """What each plan has changed and why, and how its steps were; nothing without any."""
+    rows, before = [], None
+    for plan in [] if story is None else story.plans:
         steps_s = median(plan.steps_s) if plan.steps_s else None
         ratio = f"{steps_s / plan.expected_s:.2f}" if steps_s and plan.expected_s else "–"
         times = (seconds(one) if one else "–" for one in (plan.expected_s, steps_s))
-        numbers = (str(plan.step), f"{plan.k:.3f}", str(plan.visiting), str(plan.offloaded), *times, ratio)
-        rows.append(_tr(numbers, words=[plan.reason], about=f' data-at="{plan.at}"'))
-    left = len(plans) - len(rows)
-    title = f"Plans of {name}" + (f": the last {len(rows)}, after {left} others" if left else "")
-    heads = ("step", "k", "visiting", "offloaded", "expected", "measured", "ratio", "why")
-    return f'<div class="plans">{_table(title, heads, rows)}</div>' if rows or is_live else ""
+        rows.append(_tr((str(plan.step), *times, ratio), words=[plan.changes(before), plan.reason]))
+        before = plan
+    shown = rows[-MOST_PLANS:]
+    title = f"Plans of {name}" + (f": the last {len(shown)} of {len(rows)}" if len(shown) < len(rows) else "")
+    return _table(title, ("step", "expected", "measured", "ratio", "what changed", "why"), shown) if rows else ""
 
 
 def _ranks(name: str, story: Story) -> str:

@@ -11,6 +11,7 @@ It reads no clock, file or socket.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -142,13 +143,24 @@ def line(status: m.Status) -> str:
     return "  ".join([*training(record), k, *timing(record), busy, *waiting(status)])
 
 
+def headline(status: m.Status) -> str:
+    """What everybody asks first, as one short line."""
+    return "   ".join([*asked_first(json.loads(status.record)), *waiting(status)])
+
+
+def asked_first(record: dict[str, Any]) -> list[str]:
+    """What everybody asks first of a record."""
+    names = ("loss", "validation_loss", "tokens_per_s", "mfu")
+    return [*training(record, names), f"{seconds(record.get('step_s', 0.0))} per step"]
+
+
 def waiting(status: m.Status) -> list[str]:
     found = slowest(status)
     return [] if found is None else [f"rank {found.rank} is the slowest: the others wait {seconds(found.wait_s)}"]
 
 
-def training(record: dict[str, Any]) -> list[str]:
-    """The loop's own numbers, as far as the program logs them."""
+def training(record: dict[str, Any], asked: Collection[str] = ()) -> list[str]:
+    """The loop's own numbers, or those that are asked for, as far as the program logs them."""
     shown = [_progress(record)]
     if (step := record.get("diverged_at")) is not None:
         shown.append(f"diverged at step {step:.0f}")
@@ -161,7 +173,7 @@ def training(record: dict[str, Any]) -> list[str]:
         ("tokens_per_s", "{:,.0f} tokens/s"),
         ("mfu", "MFU {:.1%}"),
     ):
-        if (value := record.get(name)) is not None:
+        if (value := record.get(name)) is not None and (not asked or name in asked):
             shown.append(text.format(value))
     if skipped := record.get("skipped_steps"):
         shown.append(f"{skipped} skipped")

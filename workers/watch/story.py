@@ -1,10 +1,10 @@
-"""What a run's folder tells, live or ended: `read` makes a `Story` of it, which `report` and `web` show.
+"""What a run's folder tells, live or ended: `read` makes a `Story` of it, and `Story.add` goes on with live records.
 
     metrics.jsonl ─ every record once ─▶ lines for charts, plans, sums ┐
     environment.json, recipe.yaml ─────────────────────────────────────┼─▶ Story
     trace.json ─ timeline ─────────────────────────────────────────────┘
 
-A line has at most `POINTS` points, each the mean of as many steps.
+A line has at most `POINTS` points, each the mean of as many steps. `report` and `web` show stories.
 """
 
 from __future__ import annotations
@@ -44,6 +44,26 @@ class Plan:
     expected_s: float | None = None
     steps_s: array[float] = field(default_factory=lambda: array("d"))
 
+    def changes(self, before: Plan | None) -> str:
+        """What the plan has changed, in words."""
+        if before is None:
+            own = [
+                f"k {self.k:.3f}",
+                *(text for text in (_layers(self, "visiting"), _layers(self, "offloaded")) if text),
+            ]
+            return f"the first plan: {', '.join(own)}"
+        found = [f"k {before.k:.3f} → {self.k:.3f}"] if f"{before.k:.3f}" != f"{self.k:.3f}" else []
+        for name in ("visiting", "offloaded"):
+            if (was := getattr(before, name)) != getattr(self, name):
+                found.append(f"{_layers(self, name) or f'no layers {name}'}, {was} before")
+        return "; ".join(found) or "other layers"
+
+
+def _layers(plan: Plan, name: str) -> str:
+    """How many layers are `visiting` or `offloaded`; nothing if none are."""
+    count = getattr(plan, name)
+    return f"{count} layer{'s' * (count != 1)} {name}" if count else ""
+
 
 def _numbers_of_steps() -> array[float]:
     return array("d")
@@ -52,6 +72,8 @@ def _numbers_of_steps() -> array[float]:
 @dataclass(slots=True)
 class Story:
     """What a run's folder tells. `lines` has, for each metric, steps and means.
+
+    `axes` has, in parallel lists, steps, and the tokens and the seconds since the first record by then.
 
     `ranks`: if there are several on this machine, what the records of each tell.
     """
@@ -62,6 +84,7 @@ class Story:
     ranks: list[Story] = field(default_factory=list)
     timelines: dict[int, Timeline] = field(default_factory=dict)  # by rank
     lines: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
+    axes: tuple[list[int], list[float], list[float]] = field(default_factory=lambda: ([], [], []))
     plans: list[Plan] = field(default_factory=list)
     steps: int = 0  # records
     last: dict[str, Any] = field(default_factory=dict)
@@ -79,6 +102,11 @@ class Story:
     def start(self) -> dict[str, Any]:
         """environment.json of the last start."""
         return self.starts[-1] if self.starts else {}
+
+    def add(self, record: dict[str, Any]) -> None:
+        """A live record, unless it is known. Lines and axes stay as they were read."""
+        if isinstance(record.get("step"), int) and record.get("wall_time", 0.0) > self.newest.get("wall_time", -1.0):
+            _add(self, record, _numbers(record))
 
     def state(self) -> str:
         if self.diverged_at is not None:
@@ -134,21 +162,27 @@ def _filled(story: Story, metrics: Path) -> Story:
                 numbers = _numbers(record)
                 means.add(record["step"], numbers)
                 _add(story, record, numbers)
-    story.lines = means.lines()
+    story.lines, story.axes = means.lines(), means.axes
     return story
 
 
 class _Means:
-    """The means of each metric over so many records."""
+    """The means of each metric over so many records. Where a loop has gone back, its later steps count."""
 
     def __init__(self, size: int) -> None:
         self._size, self._count = size, 0
         self._open: dict[str, tuple[float, int]] = {}
         self._lines: dict[str, tuple[list[int], list[float]]] = {}
         self._step = 0
+        self._tokens, self._began_s, self._s = 0.0, math.nan, 0.0
+        self.axes: tuple[list[int], list[float], list[float]] = ([], [], [])
 
     def add(self, step: int, numbers: dict[str, float]) -> None:
         self._step = step
+        self._tokens += numbers.get("tokens", 0.0)
+        if (at_s := numbers.get("wall_time")) is not None:
+            self._began_s = at_s if math.isnan(self._began_s) else self._began_s
+            self._s = at_s - self._began_s
         for name, value in numbers.items():
             total, count = self._open.get(name, (0.0, 0))
             self._open[name] = total + value, count + 1
@@ -162,11 +196,20 @@ class _Means:
 
     def _close(self) -> None:
         for name, (total, count) in self._open.items():
-            steps, values = self._lines.setdefault(name, ([], []))
-            steps.append(self._step)
-            values.append(total / count)
+            _append(self._lines.setdefault(name, ([], [])), self._step, total / count)
+        if self._open:
+            _append(self.axes, self._step, self._tokens, self._s)
         self._open.clear()
         self._count = 0
+
+
+def _append(line: tuple[list[Any], ...], step: int, *values: float) -> None:
+    """To parallel lists, of which the first one is steps."""
+    while line[0] and line[0][-1] >= step:
+        for column in line:
+            column.pop()
+    for column, value in zip(line, (step, *values), strict=True):
+        column.append(value)
 
 
 def _add(story: Story, record: dict[str, Any], numbers: dict[str, float]) -> None:

@@ -17,10 +17,15 @@ import secrets
 import socket
 import threading
 import time
+import webbrowser
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from datetime import UTC, datetime
+from html import escape
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
@@ -30,6 +35,7 @@ from hytrain.readable import gib
 from hytrain.run import trace
 from protocol import messages as m
 from protocol.metrics import METRICS
+from workers import run_folder
 from workers.watch import report, story, timeline
 from workers.watch import status_text as text
 from workers.watch.observer import followed
@@ -45,6 +51,8 @@ HOST: Final = "127.0.0.1"
 PORT: Final = 6180
 #: How often a page gets what is new.
 EVERY_S: Final = 0.5
+#: A run is summed up so often, or less often where that takes more than a part of the time.
+SUM_S, SUM_SHARE = 2.0, 0.05
 #: A coordinator that does not answer is waited for so long at the end.
 STOP_S: Final = 15.0
 #: So many records wait for a page that reads slowly; it loses older ones.
@@ -66,7 +74,7 @@ EXPOSITION: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Feed:
-    """What comes from a run's coordinator: the newest status, and the last records as they came.
+    """What comes from a run's coordinator: the newest status, the last records as they came, and the story so far.
 
     It looks at the processes itself, so that neither their CPU shares nor what that costs depend on how many pages ask.
     `name` tells the run from others.
@@ -80,6 +88,9 @@ class Feed:
         self._seen_s = -math.inf
         self.ended = self.stops = False
         self._end = "the run has ended"
+        self._story: story.Story | None = None
+        self.facts: list[str | None] = report.facts(None)
+        self.plans, self._sum_s = "", -math.inf
         self.count = 0  # of all records that have come
         self._records: deque[tuple[int, str]] = deque(maxlen=KEPT)
 
@@ -92,6 +103,7 @@ class Feed:
                 if record is not None:
                     self._records.append((self.count + 1, record))
                     self.count += 1
+                    self._tell(json.loads(record))
                 self.status = status
                 if time.monotonic() - self._seen_s >= EVERY_S:
                     self._see(status)
@@ -103,7 +115,28 @@ class Feed:
         finally:
             if self.status is not None:
                 self._see(self.status)
+            self._sum_up(is_over=True)
             self.ended = True
+
+    def _tell(self, record: dict[str, Any]) -> None:
+        """The story goes on, from what the run's folder has of the time before."""
+        if self._story is None:
+            try:
+                self._story = read(self.folder) or story.Story(run_folder.look(self.folder))
+            except OSError:  # the folder is gone
+                return
+        self._story.add(record)
+        if time.monotonic() >= self._sum_s:
+            self._sum_up()
+
+    def _sum_up(self, *, is_over: bool = False) -> None:
+        began_s = time.monotonic()
+        self._story = known = self._story or read(self.folder)
+        if known is not None and known.steps:
+            known.run = replace(known.run, live=not is_over)
+            self.facts, self.plans = report.facts(known), report.plans(self.name, known)
+        now = time.monotonic()
+        self._sum_s = now + max(SUM_S, (now - began_s) / SUM_SHARE)
 
     def _see(self, status: m.Status) -> None:
         seen = self._look(status)
@@ -117,14 +150,20 @@ class Feed:
     def news(self, after: int) -> tuple[int, dict[str, Any]]:
         """What has come after so many records: how many there are by now, and what a page shows."""
         seen, status, known = self._seen, self.status, list(self._records)
+        is_ = "ended" if self.ended else "live"
         if status is None or seen is None:
-            return after, {"records": [], "state": self._end if self.ended else "waiting for the coordinator"}
+            told = {"records": [], "is": is_, "state": self._end if self.ended else "waiting for the coordinator"}
+            if self.ended and self._story is not None:  # all there is to know is in its folder
+                told["line"] = "   ".join(text.asked_first({**self._story.last, "remaining_s": None}))
+            return after, told
         troubles = () if self.ended else seen.troubles
         return known[-1][0] if known else after, {
             "records": [json.loads(record) for record in _newest(known, after)],
+            "is": is_,
             "state": self._end if self.ended else "; ".join(trouble.text for trouble in troubles),
             "about": "; ".join(trouble.about for trouble in troubles),  # the same as long as the same is wrong
-            "line": text.line(status) if status.record != "{}" else "no step has ended yet",
+            "line": text.headline(status) if status.record != "{}" else "no step has ended yet",
+            "more": text.line(status) if status.record != "{}" else "",
             "reason": status.reason,
             **self._shown,
         }
@@ -142,17 +181,25 @@ def _newest(known: Sequence[tuple[int, str]], after: int) -> list[str]:
 
 
 def _news(
-    feeds: Sequence[Feed], names: Sequence[str], counts: list[int], drawn: dict[int, object]
-) -> list[dict[str, Any]]:
-    """What has come after so many records of each run. Of another timeline than that which was drawn, the picture."""
+    feeds: Sequence[Feed], names: Sequence[str], counts: list[int], shown: dict[Any, object]
+) -> tuple[list[dict[str, Any]], str | None]:
+    """What has come after so many records of each run, and the summary; what is `shown` already is left out."""
+
+    def is_new(what: Any, which: object) -> bool:
+        is_other = what not in shown or shown[what] != which
+        shown[what] = which
+        return is_other
+
     found = []
     for run, (feed, name) in enumerate(zip(feeds, names, strict=True)):
         counts[run], told = feed.news(counts[run])
-        which = trace.identity(feed.folder)
-        if run not in drawn or drawn[run] != which:
-            drawn[run], told["timeline"] = which, report.timelines(name, timeline.of_run(feed.folder))
+        if is_new(("timeline", run), trace.identity(feed.folder)):
+            told["timeline"] = report.timelines(name, timeline.of_run(feed.folder))
+        if is_new(("plans", run), feed.plans):
+            told["plans"] = feed.plans
         found.append(told)
-    return found
+    told_of = [feed.facts for feed in feeds]
+    return found, report.summary(told_of, names) if is_new("summary", told_of) else None
 
 
 def _memory_rows(status: m.Status) -> list[tuple[str, ...]]:
@@ -176,17 +223,17 @@ def application(feeds: Sequence[Feed], token: str) -> Starlette:
     def page(request: Request) -> Response:
         # Before files are read: a record that comes twice is shown once.
         live = [report.Live(name, feed.count) for name, feed in zip(names, feeds, strict=True)]
-        return HTMLResponse(report.page([_story(feed.folder) for feed in feeds], datetime.now(UTC), live=live))
+        return HTMLResponse(report.page([read(feed.folder) for feed in feeds], datetime.now(UTC), live=live))
 
     def metrics(request: Request) -> Response:
         return PlainTextResponse(exposition(feeds), media_type=EXPOSITION)
 
     async def events(counts: list[int]) -> AsyncIterator[str]:
-        has_ended, drawn = False, dict[int, object]()
+        has_ended, shown = False, dict[Any, object]()
         while not has_ended:
             has_ended = all(feed.ended for feed in feeds)  # first: then what follows has everything
-            found = await asyncio.to_thread(_news, feeds, names, counts, drawn)
-            data = json.dumps({"runs": found, "ended": has_ended})
+            found, summary = await asyncio.to_thread(_news, feeds, names, counts, shown)
+            data = json.dumps({"runs": found, "summary": summary, "ended": has_ended})
             yield f"id: {','.join(map(str, counts))}\ndata: {data}\n\n"
             await asyncio.sleep(0.0 if has_ended else EVERY_S)
 
@@ -213,10 +260,11 @@ def application(feeds: Sequence[Feed], token: str) -> Starlette:
     return Starlette(routes=[Route(path, guarded(answer)) for path, answer in routes.items()])
 
 
-def _story(folder: Path) -> story.Story | None:
+def read(folder: Path) -> story.Story | None:
+    """What the run's folder tells; None before a step has ended."""
     try:
         return story.read(folder)
-    except (ConfigError, OSError):  # no step has ended yet
+    except (ConfigError, OSError):
         return None
 
 
@@ -276,8 +324,23 @@ def server(app: Starlette) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def serve(runs: Sequence[tuple[Feed, Iterable[m.Status]]], port: int, token: str) -> None:
-    """Serve runs until interrupted, each with the statuses that its feed follows; print the address.
+@contextmanager
+def opened(address: str) -> Iterator[None]:
+    """The address in a browser, by way of a file that only this user can read: others see a browser's command line."""
+    with NamedTemporaryFile("w", prefix="hytrain-", suffix=".html") as file:
+        file.write(
+            f'<!DOCTYPE html><title>HyTrain</title><meta http-equiv="refresh" content="0; url={escape(address)}">'
+        )
+        file.flush()
+        if not webbrowser.open(Path(file.name).as_uri()):
+            print("there is no browser here: open the address in yours", flush=True)
+        yield
+
+
+def serve(
+    runs: Sequence[tuple[Feed, Iterable[m.Status]]], port: int, token: str, *, show: Callable[[str], Any] = nullcontext
+) -> None:
+    """Serve runs until interrupted, each with the statuses that its feed follows; print the address, and `show` it.
 
     Raises `ConfigError` without the packages, or for a taken port.
     """
@@ -294,9 +357,11 @@ def serve(runs: Sequence[tuple[Feed, Iterable[m.Status]]], port: int, token: str
     ]
     for thread in threads:
         thread.start()
-    print(f"http://{HOST}:{listening.getsockname()[1]}/?{urlencode({'token': token})}", flush=True)
+    address = f"http://{HOST}:{listening.getsockname()[1]}/?{urlencode({'token': token})}"
+    print(address, flush=True)
     try:
-        serving.run([listening])
+        with show(address):
+            serving.run([listening])
     finally:
         for feed, _ in runs:
             feed.stops = True

@@ -1,16 +1,11 @@
 "use strict";
-// Follows live runs: new records go into the charts and the plans, and the rest is shown as it is.
+// Follows live runs: new records go into the charts, and the rest is shown as it is.
 (() => {
-  const MOST_PLANS = 1000;
   const { after } = JSON.parse(document.getElementById("data").textContent);
 
-  function row(cells, words = -1) {
+  function row(cells) {
     const made = document.createElement("tr");
-    cells.forEach((text, index) => {
-      const cell = made.insertCell();
-      cell.textContent = text;
-      if (index === words) cell.className = "words";
-    });
+    for (const text of cells) made.insertCell().textContent = text;
     return made;
   }
 
@@ -20,38 +15,41 @@
     return [`${it.role}-${it.rank}`, it.pid, ...use, what];
   }
 
-  const shows = [...document.querySelectorAll(".live")].map((place, run) => {
-    const [state, spoken, line, reason] = ["state", "spoken", "line", "reason"].map((name) => place.querySelector(`.${name}`));
-    const plans = document.querySelectorAll(".plans tbody")[run];
-    const timeline = document.querySelectorAll(".timeline")[run];
-    const known = new Set([...plans.rows].map((one) => Number(one.dataset.at))); // when they took effect
+  // Puts a newer table in the place of one, whose box keeps its focus and how far it is scrolled.
+  function renew(place, html) {
+    const made = document.createElement("template");
+    made.innerHTML = html;
+    const [old, table] = [place, made.content].map((one) => one.querySelector("table"));
+    if (old && table) old.replaceWith(table);
+    else place.replaceChildren(made.content);
+  }
+
+  const shows = [...document.querySelectorAll(".live")].map((head, run) => {
+    const more = document.querySelectorAll(".run")[run];
+    const [badge, line, state, spoken] = ["badge", "line", "state", "spoken"].map((name) => head.querySelector(`.${name}`));
 
     function fill(name, rows) {
-      const body = place.querySelector(`.${name}`);
-      body.replaceChildren(...rows.map((cells) => row(cells)));
+      const body = more.querySelector(`.${name}`);
+      body.replaceChildren(...rows.map(row));
       body.closest(".box").hidden = rows.length === 0;
     }
 
     let told;
     return (news) => {
+      badge.textContent = news.is ?? "";
+      badge.className = `badge ${news.is ?? ""}`;
       state.textContent = news.state;
       const about = news.about || news.state;
       if (about !== told) spoken.textContent = news.state; // read aloud once, not with each second that passes
       told = about;
-      state.classList.toggle("alarm", news.state !== "");
-      for (const record of news.records) {
-        hytrain.add(record, run);
-        if (typeof record.reason !== "string" || known.has(record.wall_time)) continue;
-        known.add(record.wall_time);
-        if (known.size > 2 * MOST_PLANS) known.delete(known.values().next().value);
-        const numbers = [record.k.toFixed(3), record.visiting_layers, record.offloaded_layers];
-        plans.append(row([record.step, ...numbers, "–", "–", "–", record.reason], 7));
-        if (plans.rows.length > MOST_PLANS) plans.deleteRow(0);
-      }
-      if (news.timeline !== undefined) timeline.innerHTML = news.timeline;
-      if (news.line === undefined) return;
-      line.textContent = news.line;
-      reason.textContent = news.reason;
+      state.classList.toggle("alarm", news.is !== "ended");
+      news.records.forEach((record) => hytrain.add(record, run));
+      if (news.plans !== undefined) renew(more.querySelector(".plans"), news.plans);
+      if (news.timeline !== undefined) more.querySelector(".timeline").innerHTML = news.timeline;
+      if (news.line !== undefined) line.textContent = news.line;
+      if (news.processes === undefined) return;
+      more.querySelector(".reason").textContent = news.reason;
+      more.querySelector(".more").textContent = news.more;
       fill("processes", news.processes.map(described));
       fill("cores", news.cores);
       fill("memory", news.memory);
@@ -61,8 +59,9 @@
   const token = new URLSearchParams(location.search).get("token") ?? "";
   const events = new EventSource(`/events?${new URLSearchParams({ token, after: after.join() })}`);
   events.onmessage = (event) => {
-    const { runs, ended } = JSON.parse(event.data);
+    const { runs, summary, ended } = JSON.parse(event.data);
     runs.forEach((news, run) => shows[run](news));
+    if (summary !== null) renew(document.getElementById("summary"), summary);
     hytrain.show();
     if (ended) events.close();
   };
