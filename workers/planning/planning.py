@@ -17,7 +17,7 @@ from hytrain.planner.book import MeasurementBook, Rates
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.moves import first_part
 from hytrain.planner.policies import Decision, drawn_offloads, drawn_visits, first_lids
-from hytrain.planner.profile import LayerFacts, Order, Profile, Question
+from hytrain.planner.profile import SAME_SPEED, LayerFacts, Order, Profile, Question, Split
 from hytrain.planner.simulate import simulate
 from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
@@ -184,7 +184,12 @@ class Planning:
         pace = step.cpu_busy_s / usual_s if usual_s and step.cpu_busy_s else 1.0
         simulated_s = self._simulated_s(profile.with_cpu(pace), step.places.gpu)
         if step.duration_s and simulated_s:
-            self._tried.note(self._shares, self._step, step_s=step.duration_s, simulated_s=simulated_s)
+            times = {"simulated_s": simulated_s, "explained_s": simulated_s - profile.other_s}
+            times["layers_s"] = profile.forward_s + profile.backward_s + profile.cpu_update_s
+            self._tried.note(self._split(profile), step.places.gpu, self._step, step_s=step.duration_s, **times)
+
+    def _split(self, profile: Profile) -> Split:
+        return profile.k_of(self.places.gpu), *self._shares
 
     # ------------------------------------------------------------ plans
 
@@ -203,7 +208,7 @@ class Planning:
         rest, self._rest = self._rest, None
         if rest is not None:
             return self._propose(rest, self._step + 2)
-        current, (visit, offload) = self.places.gpu, self.wishes.shares
+        current, (visit, offload), now = self.places.gpu, self.wishes.shares, self._split(profile)
         asked = Question(
             policy=self.wishes.policy,
             limits=self.room.limits,
@@ -212,9 +217,9 @@ class Planning:
             objective=self.wishes.objective,
             visit=visit,
             offload=offload,
-            residuals=self._tried.residuals(self._shares, self._step),
-            steps_s=self._tried.steps_s(self._shares, self._step),
+            tried=self._tried.known(now, self._step),
             seed=self._step,
+            min_gain=max(SAME_SPEED, self._tried.scatter(now)),
         )
         try:
             decision, commands = self.mode.decide(asked, profile)
