@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import pytest
+from planner_layers import made
 
 from hytrain.planner.contention import ENOUGH_STEPS, REMEMBERED_STEPS
-from hytrain.planner.profile import Split
+from hytrain.planner.profile import Profile, Split
 from workers.planning.tried import MOST_MISS, Tried
 
-NOW, LEFT = (0.0, 0.0, 0.0), (0.0, 0.5, 0.0)
-LIDS = {NOW: frozenset({1}), LEFT: frozenset({2})}
+NOW, LEFT = (0.0, 0.0, 0.0), (0.5, 0.5, 0.0)
+LIDS = {NOW: frozenset[int](), LEFT: frozenset({1})}
 
 
 def note(tried: Tried, split: Split, *steps_s: float, first: int = 0, **times_s: float) -> None:
-    times_s = {"simulated_s": 1.0, "explained_s": 1.0, "layers_s": 1.0} | times_s
+    """`layers_s`: forward, backward and the CPU's updates of all layers. All of a step is explained but `other_s`."""
+    layers_s, other_s, simulated_s = ({"layers_s": 1.0, "other_s": 0.0, "simulated_s": 1.0} | times_s).values()
+    sixths = {"forward_s": layers_s / 6, "backward_s": layers_s / 3, "cpu_update_s": layers_s / 2}
+    layers = tuple(made(lid, **{name: time_s / 2 for name, time_s in sixths.items()}) for lid in range(2))
+    profile = Profile(layers=layers, other_s=other_s, visit=split[1], offload=split[2])
     for step, step_s in enumerate(steps_s, start=first):
-        tried.note(split, LIDS[split], step, step_s=step_s, **times_s)
+        tried.note(profile, LIDS[split], step, step_s=step_s, simulated_s=simulated_s)
+        assert tried.unexplained_s == pytest.approx(step_s - simulated_s + other_s)
 
 
 def misses(tried: Tried, now: Split, step: int) -> dict[Split, float]:
@@ -57,12 +63,12 @@ def test_what_was_tried_long_ago_counts_less_but_longer_later_in_a_run(last: int
 def test_what_gained_nothing_is_remembered_while_steps_are_as_they_were() -> None:
     """More was simulated to be gained, so it would be tried again and again."""
     tried = Tried()
-    note(tried, LEFT, *[3.0, 3.2, 2.8] * 3, simulated_s=2.0, explained_s=1.8)
-    note(tried, NOW, *[3.1, 2.9, 3.0] * 3, first=9, simulated_s=3.0, explained_s=2.8, layers_s=1.04)
+    note(tried, LEFT, *[3.0, 3.2, 2.8] * 3, simulated_s=2.0, other_s=0.2)
+    note(tried, NOW, *[3.1, 2.9, 3.0] * 3, first=9, simulated_s=3.0, other_s=0.2, layers_s=1.04)
     before, long_after = tried.known(NOW, 20)[LEFT], 100_000
     assert before.miss > 1.5 and before.rest_s > 1.2
     assert tried.known(NOW, long_after)[LEFT][:3] == before[:3]
-    note(tried, NOW, *[3.0] * 9, first=18, simulated_s=3.0, explained_s=2.8, layers_s=2.0)  # a slower machine
+    note(tried, NOW, *[3.0] * 9, first=18, simulated_s=3.0, other_s=0.2, layers_s=2.0)  # a slower machine
     assert tried.known(NOW, long_after)[LEFT][1:3] == (pytest.approx(1.0, abs=0.1), pytest.approx(0.2, abs=0.1))
 
 

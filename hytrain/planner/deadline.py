@@ -235,7 +235,7 @@ def explained_s(profile: Profile, gpu_lids: frozenset[int]) -> float:
 
 def expected_s(asked: Question, profile: Profile, gpu_lids: frozenset[int]) -> float:
     """The simulated step, in which what the layers' times do not explain takes as long as with what was tried."""
-    rest_s = asked.rest_s((profile.k_of(gpu_lids), profile.visit, profile.offload))
+    rest_s = asked.rest_s(profile.split(gpu_lids))
     return explained_s(profile, gpu_lids) + (profile.other_s if rest_s is None else rest_s)
 
 

@@ -55,7 +55,7 @@ def decide(asked: Question, profile: Profile) -> Decision:
     if policy == "fixed" and asked.fixed_k is None:
         raise ValueError('policy "fixed" needs a k')
     now = profile
-    asked = replace(asked, now=(now.k_of(current), now.visit, now.offload))
+    asked = replace(asked, now=now.split(current))
     profile = _with(profile, (0.0 if visit is None else visit, 1.0 if offload is None else offload))
     if policy == "deadline" and None in (visit, offload):
         profile = _best_shares(asked, now)
@@ -145,7 +145,7 @@ def _tried(asked: Question, profile: Profile, shares: Shares) -> tuple[float, in
         return None
     on_gpu = there.gpu_state_bytes(lids) + there.held_for_visits_bytes
     of_these = (known.step_s for split, known in asked.tried.items() if split[1:] == shares)
-    simulated_s = asked.miss((there.k_of(lids), *shares)) * simulate(there, lids).step_s
+    simulated_s = asked.miss(there.split(lids)) * simulate(there, lids).step_s
     step_s = min([simulated_s, *(each_s for each_s in of_these if each_s is not None)])
     return step_s, there.host_bytes(lids) if objective == "host-memory" else on_gpu
 

@@ -204,6 +204,9 @@ class Profile:
         """The fraction of the parameters in these layers."""
         return sum(layer.numel for layer in self.layers if layer.lid in gpu_lids) / max(1, self.numel)
 
+    def split(self, gpu_lids: frozenset[int]) -> Split:
+        return self.k_of(gpu_lids), self.visit, self.offload
+
     def gpu_state_bytes(self, gpu_lids: frozenset[int]) -> int:
         """GPU memory for the optimizer state of the layers that the GPU owns, and for weights that can be offloaded."""
         owned = [layer for layer in self.layers if layer.lid in gpu_lids]

@@ -11,7 +11,7 @@ from typing import Final
 
 from hytrain.planner.book import Ewma
 from hytrain.planner.contention import ENOUGH_STEPS, LITTLE, REMEMBERED_STEPS
-from hytrain.planner.profile import Known, Split
+from hytrain.planner.profile import Known, Profile, Split
 
 #: A split misses by so much at most.
 MOST_MISS: Final = 100.0
@@ -19,7 +19,9 @@ MOST_MISS: Final = 100.0
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps with the same split: relative to simulated ones, what of them the layers' times do not explain, and all."""
+    """Steps with the same split, relative to simulated ones; what of them the layers' times do not explain; the layers'
+    times, which tell whether the machine is as it was; all of them; and the last one.
+    """
 
     gpu_lids: frozenset[int]
     miss: Ewma = field(default_factory=Ewma)
@@ -34,31 +36,21 @@ class _Steps:
 
 
 class Tried:
-    """All splits that were in effect."""
+    """All splits that were in effect. `unexplained_s`: of the last step, what the layers' times do not explain."""
 
     def __init__(self) -> None:
         self._steps: dict[Split, _Steps] = {}
+        self.unexplained_s: float | None = None
 
-    def note(
-        self,
-        split: Split,
-        gpu_lids: frozenset[int],
-        step: int,
-        *,
-        step_s: float,
-        simulated_s: float,
-        explained_s: float,
-        layers_s: float,
-    ) -> None:
-        """A step took so long with this split, which is in effect. The layers' times explain some of the simulated.
-
-        `layers_s`: the times of all layers, which tell whether the machine is as it was.
-        """
+    def note(self, profile: Profile, gpu_lids: frozenset[int], step: int, *, step_s: float, simulated_s: float) -> None:
+        """A step took so long with the profile's shares and these layers on the GPU, which is in effect."""
+        split, explained_s = profile.split(gpu_lids), simulated_s - profile.other_s
+        self.unexplained_s = max(0.0, step_s - explained_s)
         steps = self._steps.setdefault(split, _Steps(gpu_lids))
         steps.gpu_lids, steps.last = gpu_lids, step
         steps.miss.add(min(step_s / simulated_s, MOST_MISS))
-        steps.rest_s.add(max(0.0, step_s - explained_s))
-        steps.layers_s.add(layers_s)
+        steps.rest_s.add(self.unexplained_s)
+        steps.layers_s.add(profile.forward_s + profile.backward_s + profile.cpu_update_s)
         steps.step_s.add(step_s)
 
     def forget(self) -> None:
