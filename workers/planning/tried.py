@@ -57,9 +57,11 @@ class Tried:
         self._steps.clear()
 
     def scatter(self, now: Split) -> float:
-        """By which fraction steps with the present split are shorter or longer than their mean, in the mean."""
+        """To which fraction of a step it is known how long those with the present split take: half of the spread."""
         steps = self._steps.get(now)
-        return steps.step_s.spread / 2 / steps.step_s.value if steps is not None and steps.step_s.value else 0.0
+        if steps is None or not steps.step_s.value:
+            return 0.0
+        return max(steps.step_s.spread, steps.rest_s.spread) / 2 / steps.step_s.value
 
     def known(self, now: Split, step: int) -> dict[Split, Known]:
         """What is known of each split.
