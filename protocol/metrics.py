@@ -39,6 +39,18 @@ METRICS: Final = (
     ),
     Metric("stall_s", "s", "how long forward and backward waited for weights, or for memory", "hytrain_stall_seconds"),
     Metric("cpu_busy_s", "s", "how long the CPU updated in the step before", "hytrain_cpu_busy_seconds"),
+    Metric(
+        "starved",
+        "",
+        "share of the layers at the end of whose backward the GPU waited for launches: the host is the limit",
+        "hytrain_starved_ratio",
+    ),
+    Metric(
+        "unexplained_s",
+        "s",
+        "what a step shortly before took beyond layers' times and expected waits: the loop's work, and late updates",
+        "hytrain_unexplained_seconds",
+    ),
     Metric("gather_s", "s", "time in FSDP2's all-gathers; with several ranks", "hytrain_gather_seconds"),
     Metric("rank", "", "the rank in the job; with several ranks"),
     Metric("threads", "", "threads of the optimizer", "hytrain_optimizer_threads"),

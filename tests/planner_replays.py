@@ -32,7 +32,10 @@ class Replay:
     """A run of `batch` x 1024 tokens. `memory`: the share of all state and weights that the GPU has room for.
 
     `slowness` of the CPU's updates in each step. `busy`: steps in which another program keeps the host busy.
-    `drag` and `starved` are those of launches. `spread`: how much the CPU's pace differs from step to step.
+    `drag` and `starved` are those of launches. `spread`: how much the CPU's pace differs from step to step, and
+    `scatter` all of the machine's. `hidden_s`: how much longer a step takes if the CPU updates all layers, which no
+    layer's times tell; that is a stall if it `shows`. `is_one`: CPU and "GPU" are the same processor, so that steps
+    take as long whoever owns the layers.
     """
 
     batch: int = 8
@@ -45,6 +48,10 @@ class Replay:
     cpu_loss: float = 0.14
     work_loss: float = 0.08
     spread: float = 0.05
+    scatter: float = NOISE / 2
+    hidden_s: float = 0.0
+    shows: bool = False
+    is_one: bool = False
     slowness: Callable[[int], float] = lambda step: 1.0
     busy: Callable[[int], bool] = lambda step: False
     clipped: float | None = None  # the share of steps whose norm is clipped
@@ -147,7 +154,7 @@ class Run:
     def __init__(self, replay: Replay, seed: int = 1) -> None:
         self.replay, self.random, self.real = replay, random.Random(seed), replay.machine
         self.planning = Planning(replay.table, 0, replan_every=4)
-        self.step, self.moves, self.threads = 0, 0, 14
+        self.step, self.moves, self.plans, self.threads = 0, 0, 0, 14
         self.due: m.Plan | None = None
         self.ahead = replay.clipped is not None
         for message, sender in (
@@ -175,7 +182,7 @@ class Run:
         if plan is None:
             return
         moved = sum(a != b for a, b in zip(self.planning.places, plan.places, strict=True))
-        self.moves += moved
+        self.moves, self.plans = self.moves + moved, self.plans + 1
         self.places = plan.places
         self.act(
             self.planning.on_applied(
@@ -226,7 +233,7 @@ class Run:
         pace = (14 / self.threads) ** 0.6 * replay.slowness(step) * max(0.7, self.random.gauss(1, replay.spread))
         launches = 1.6 if replay.busy(step) else 1.0
         line = simulate(with_cpu(real, pace), gpu)
-        machine = max(0.8, self.random.gauss(1, NOISE / 2))
+        machine = max(0.8, self.random.gauss(1, replay.scatter))
         spans = [end_s - start_s for what, _, start_s, end_s in line.events if what in ("forward", "backward")]
         slowed = launches * sum(spans) / (real.forward_s + real.backward_s)
         crowding = real.crowding(self.places)
@@ -251,7 +258,9 @@ class Run:
             for layer in real.layers
             if layer.lid in self.places.cpu
         )
-        step_s = machine * (line.step_s + (launches - 1) * sum(spans))
+        hidden_s = replay.hidden_s * (1 - real.k_of(gpu))
+        alone_s = simulate(with_cpu(real, pace), frozenset()).step_s if replay.is_one else line.step_s
+        step_s = machine * (alone_s + hidden_s + (launches - 1) * sum(spans))
         if step >= 2:
             self.seconds += step_s
             self.best_s += step_s / line.step_s * self.best(pace)
@@ -272,7 +281,7 @@ class Run:
             wall_time=1e9 + step,
             step_s=step_s,
             measured=step,
-            stall_s=machine * line.stall_s,
+            stall_s=machine * (line.stall_s + hidden_s * replay.shows),
             exposed_s=0.0,
             middle_s=0.0,
             starved=max(replay.starved * (replay.batches(step) <= 2), float(replay.busy(step))),

@@ -1370,10 +1370,10 @@ def test_steps_under_other_offloaded_weights_say_nothing_of_the_present_ones(dri
     for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 3):
         driver.handle(cpu_report(step, 1e-3, lids=ALL))
         driver.handle(report(step, places=placed(()).offload(set(ALL)), measured=step))
-    counted = {shares: found.ratio.count for shares, found in driver.planning._tried._steps.items()}
+    counted = {split: found.miss.count for split, found in driver.planning._tried._steps.items()}
     assert list(counted.values()) == [3]
     driver.handle(report(step + 1, measured=step))
-    assert {shares: found.ratio.count for shares, found in driver.planning._tried._steps.items()} == counted
+    assert {split: found.miss.count for split, found in driver.planning._tried._steps.items()} == counted
 
 
 def test_what_is_known_of_short_visits_beside_many_copies_never_shrinks(driver: Driver) -> None:
@@ -1400,15 +1400,17 @@ def test_visits_need_room_besides_what_is_placed(driver: Driver) -> None:
     assert driver.planning.room.bytes_of(placed(()).moved({1}, VISIT))[0] == 6000
 
 
-def test_how_far_steps_miss_the_simulation_is_remembered_by_shares(driver: Driver) -> None:
+def test_how_far_steps_miss_the_simulation_is_remembered_by_splits(driver: Driver) -> None:
     driver.start(policy="fixed", k=0.0, device="cuda", gpu_bytes=1 << 40)
     for step in range(WARM_UP_STEPS, WARM_UP_STEPS + 30):
         driver.handle(cpu_report(step, 1e-2, lids=ALL))
         driver.handle(report(step, step_s=0.5, stall_s=0.3))  # the CPU is late, but not by so much
     planning = driver.planning
     assert planning.predicted_step_s is not None
-    known = planning._tried.residuals((0.0, 0.0), planning._step)
-    assert known == {(0.0, 0.0): pytest.approx(0.5 / planning.predicted_step_s, rel=0.05)}
-    assert planning._tried.steps_s((0.0, 0.0), planning._step) == {(0.0, 0.0): pytest.approx(0.5)}
+    now, explained_s = (0.0, 0.0, 0.0), planning.predicted_step_s - driver.profile.other_s
+    [(split, known)] = planning._tried.known(now, planning._step).items()
+    assert (split, known.gpu_lids, known.step_s) == (now, frozenset(), pytest.approx(0.5))
+    assert known.miss == pytest.approx(0.5 / planning.predicted_step_s, rel=0.05)
+    assert known.rest_s == pytest.approx(0.5 - explained_s, rel=0.05)
     driver.ask("threads", "2")
-    assert not planning._tried.residuals((0.0, 0.0), planning._step)
+    assert not planning._tried.known(now, planning._step)

@@ -13,9 +13,10 @@ from planner_layers import NONE, made, with_cpu
 
 import hytrain.planner.contention as contention
 import hytrain.planner.policies as policies
+from hytrain.planner.deadline import explained_s
 from hytrain.planner.ladder import Infeasible, balance_k, prefix_for
 from hytrain.planner.policies import Decision, decide
-from hytrain.planner.profile import LayerProfile, Limits, Profile, Question
+from hytrain.planner.profile import Known, LayerProfile, Limits, Profile, Question, Split
 from hytrain.planner.simulate import Timeline, simulate
 from protocol.messages import OBJECTIVES
 from protocol.placement import Places
@@ -226,7 +227,7 @@ def test_shares_between_those_that_are_tried_first_are_found(monkeypatch: pytest
     """Where only they fit: waiting gradients bound visits from above, host memory from below."""
     tried = set()
 
-    def only_one_fits(asked: Any, profile: Profile, shares: tuple[float, float], _: Any) -> tuple[float, int] | None:
+    def only_one_fits(asked: Any, profile: Profile, shares: tuple[float, float]) -> tuple[float, int] | None:
         tried.add(shares)
         return (1.0, 1) if shares == (0.3, 0.0) else None
 
@@ -241,21 +242,53 @@ def test_shares_that_were_slower_than_simulated_are_left_alone() -> None:
     profile = uniform(28, cpu_update_s=5.0, d2h_s=0.2, h2d_s=0.2)
     wanted = choose("deadline", profile, visit=None).visit
     assert wanted > 0
-    slow = {(wanted, 0.0): 1.5, (0.0, 0.0): 1.0}
-    assert 0.0 < choose("deadline", profile, visit=None, residuals=slow).visit < wanted / 2
-    slow |= {(0.1, 0.0): 1.5, (0.2, 0.0): 1.5}
-    assert choose("deadline", profile, visit=None, residuals=slow).visit == 0.0, "what is beside them is slow as well"
-    everywhere = {(wanted, 0.0): 1.5, (0.0, 0.0): 1.5}
-    assert choose("deadline", profile, visit=None, residuals=everywhere).visit == wanted
+
+    def missed(**by_visit: float) -> dict[Split, Known]:
+        return {(0.0, float(visit), 0.0): Known(NONE, miss, 0.0, None, 9) for visit, miss in by_visit.items()}
+
+    slow = missed(**{str(wanted): 1.5, "0.0": 1.0})
+    assert 0.0 < choose("deadline", profile, visit=None, tried=slow).visit < wanted / 2
+    slow |= missed(**{"0.1": 1.5, "0.2": 1.5})
+    assert choose("deadline", profile, visit=None, tried=slow).visit == 0.0, "what is beside them is slow as well"
+    everywhere = missed(**{str(wanted): 1.5, "0.0": 1.5})
+    assert choose("deadline", profile, visit=None, tried=everywhere).visit == wanted
     there = replace(profile, visit=wanted)
-    assert choose("deadline", there, visit=None, residuals=slow).visit != wanted
-    left = {(0.0, 0.0): 0.9 * simulate(profile, choose("deadline", profile).gpu_lids).step_s}
-    assert choose("deadline", there, visit=None, steps_s=left).visit == 0.0, (
-        "what was faster than all that is simulated"
-    )
-    faster_now = {(0.0, 0.0): 0.5, (wanted, 0.0): 1.0}
-    assert choose("deadline", profile, visit=None, residuals=faster_now).visit < wanted, "than simulated"
-    assert choose("deadline", profile, visit=None, residuals={(1.0, 0.0): 0.1}).visit == wanted, "with another k"
+    assert choose("deadline", there, visit=None, tried=slow).visit != wanted
+    left_s = 0.9 * simulate(profile, choose("deadline", profile).gpu_lids).step_s
+    left = {(0.0, 0.0, 0.0): Known(NONE, 1.0, 0.0, left_s, 9)}
+    assert choose("deadline", there, visit=None, tried=left).visit == 0.0, "what was faster than all that is simulated"
+    faster_now = missed(**{"0.0": 0.5, str(wanted): 1.0})
+    assert choose("deadline", profile, visit=None, tried=faster_now).visit < wanted, "than simulated"
+    assert choose("deadline", profile, visit=None, tried=missed(**{"1.0": 0.1})).visit == wanted, "with another k"
+
+
+def test_a_plan_that_was_faster_is_returned_to() -> None:
+    """Although it is simulated to be slower than now. It must have been faster by as much as steps scatter."""
+    profile = uniform(28, cpu_update_s=5.0, gpu_update_s=0.1)
+    now = choose("deadline", profile, horizon_steps=10**6, min_gain=0.0).gpu_lids
+    left, step_s = lids(*range(len(now) - 3)), simulate(profile, now).step_s
+    now_s, left_s = 1.2 * step_s, step_s
+    here = {(profile.k_of(now), 0.0, 0.0): Known(now, 1.2, now_s - explained_s(profile, now), now_s, 9)}
+    there = {(profile.k_of(left), 0.0, 0.0): Known(left, 0.9, left_s - explained_s(profile, left), left_s, 9)}
+
+    def chosen(min_gain: float) -> frozenset[int]:
+        return choose(
+            "deadline", profile, current=now, tried=here | there, min_gain=min_gain, horizon_steps=10**6
+        ).gpu_lids
+
+    assert simulate(profile, left).step_s > step_s
+    assert chosen(0.01) == left and chosen(0.2) == now
+    assert choose("deadline", profile, current=now, tried=here, horizon_steps=10**6).gpu_lids == now
+
+
+def test_between_two_k_that_were_tried_lies_what_is_expected() -> None:
+    tried = {(k, 0.0, 0.0): Known(NONE, miss, 10 * miss, None, 9) for k, miss in ((0.2, 1.0), (0.6, 2.0))}
+    asked = Question(policy="deadline", limits=Limits(), current=NONE, tried=tried)
+    expected = {0.0: 1.0, 0.2: 1.0, 0.3: 1.25, 0.5: 1.75, 0.6: 2.0, 1.0: 2.0}
+    for k, miss in expected.items():
+        assert asked.miss((k, 0.0, 0.0)) == pytest.approx(miss)
+        assert asked.rest_s((k, 0.0, 0.0)) == pytest.approx(10 * miss)
+    assert asked.rest_s((0.3, 0.5, 0.0)) is None and asked.miss((0.3, 0.5, 0.0)) == pytest.approx(1.25)
 
 
 def offloadable(profile: Profile, window: int = 200) -> Profile:

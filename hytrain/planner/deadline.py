@@ -5,6 +5,10 @@ Owns the choice between speed and memory. The target is a rung of the ladder (la
     speed          the least GPU memory among the rungs within 1 % of the fastest; with few layers, among all sets
     gpu-memory     the least GPU memory that host memory allows, at any speed
     host-memory    the least host memory that GPU memory allows, at any speed
+
+What was measured counts more than what is simulated. What a split of the layers was found to take longer than
+simulated, it is expected to take again, and so are those beside it; and one under which steps were shorter is returned
+to. A gain counts if steps scatter by less.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import combinations
+from math import inf
 
+from hytrain.planner.contention import LITTLE, SETTLED_STEPS, USUAL_STEPS
 from hytrain.planner.ladder import Infeasible, Ladder, Steps, build_ladder, gb, search
 from hytrain.planner.profile import SAME_SPEED, LayerProfile, Limits, Profile, Question
 from hytrain.planner.simulate import simulate
@@ -138,6 +144,8 @@ def _why(steps: Steps, j: int) -> str:
 def worth_moving(asked: Question, profile: Profile, target: Target) -> Target:
     """The target if it is clearly better for the objective than the current layers; else another target, or those."""
     current = asked.current
+    if asked.objective != "speed" and target.gpu_lids == current:
+        return target
     if asked.objective == "gpu-memory":
         saved = profile.gpu_state_bytes(current) - profile.gpu_state_bytes(target.gpu_lids)
         return target if saved > 0 else _stay(profile, current, target, "would save nothing")
@@ -157,18 +165,23 @@ def _stay(profile: Profile, current: frozenset[int], target: Target, why: str) -
 def _if_it_pays(asked: Question, profile: Profile, target: Target) -> Target:
     """The target if it is faster; else fewer layers than now if that saves memory; else the current layers."""
     current, horizon_steps = asked.current, asked.horizon_steps
-    now_s = simulate(profile, current).step_s
-    gain_s, cost_s = _trade(profile, current, target)
+    now_s = expected_s(asked, profile, current)
+    if asked.tried and asked.now not in asked.tried:
+        return _stay(profile, current, target, "has to wait until that has been measured")
+    target = _measured(asked, profile, target)
+    if target.gpu_lids == current:
+        return _never_tried(asked, profile) or target
+    gain_s, cost_s = _trade(asked, profile, target)
     gives_back = profile.gpu_state_bytes(target.gpu_lids) < profile.gpu_state_bytes(current)
-    lasting_s = (
-        min(gain_s, _trade(profile.with_cpu(1 + profile.cpu_slack), current, target)[0]) if gives_back else gain_s
-    )
+    lasting_s = min(gain_s, _trade(asked, profile.with_cpu(1 + profile.cpu_slack), target)[0]) if gives_back else gain_s
     if lasting_s > asked.min_gain * now_s and lasting_s * horizon_steps > cost_s:
         return target
-    if _saving(profile, current, target.gpu_lids):
+    now = asked.tried.get(asked.now)
+    is_measured = not asked.tried or (now is not None and now.steps >= SETTLED_STEPS)
+    if is_measured and _saving(profile, current, target.gpu_lids):
         # Assume a slow CPU: layers returned because it is fast for a moment would move back a few steps later.
         fewer = _fastest(profile.with_cpu(1 + profile.cpu_slack), asked.limits)
-        fewer_gain_s, fewer_cost_s = _trade(profile, current, fewer)
+        fewer_gain_s, fewer_cost_s = _trade(asked, profile, fewer)
         saved = _saving(profile, current, fewer.gpu_lids)
         same_s = SAME_SPEED * now_s
         if saved and fewer_gain_s >= -same_s and fewer_cost_s <= same_s * horizon_steps:
@@ -182,10 +195,55 @@ def _if_it_pays(asked: Question, profile: Profile, target: Target) -> Target:
     return _stay(profile, current, target, price)
 
 
-def _trade(profile: Profile, current: frozenset[int], target: Target) -> tuple[float, float]:
+def _measured(asked: Question, profile: Profile, target: Target) -> Target:
+    """The layers with which steps were the shortest not long ago, if they are longer now, and with the target."""
+    now = asked.tried.get(asked.now)
+    if now is None or now.step_s is None or now.steps < SETTLED_STEPS:
+        return target
+    of_target_s = inf if target.gpu_lids == asked.current else expected_s(asked, profile, target.gpu_lids)
+    best_s, best = min(of_target_s, (1 - 2 * asked.min_gain) * now.step_s), target
+    for split, known in asked.tried.items():
+        if split[1:] != (profile.visit, profile.offload) or not asked.limits.allow(profile, known.gpu_lids):
+            continue
+        if known.steps >= SETTLED_STEPS and known.step_s is not None and known.step_s < best_s:
+            reason = f"k={split[0]:.2f} had steps of {_ms(known.step_s)}, which take {_ms(now.step_s)} now"
+            best_s, best = known.step_s, Target(gpu_lids=known.gpu_lids, reason=reason)
+    return best
+
+
+def _never_tried(asked: Question, profile: Profile) -> Target | None:
+    """As many layers on the GPU as fit, once, where steps are long and nothing measured tells why.
+
+    With these layers, the CPU's part of that would end. At best, steps are as long as what is measured of the layers.
+    """
+    now = asked.tried.get(asked.now)
+    if now is None or now.steps < USUAL_STEPS or asked.now[1:] != (profile.visit, profile.offload):
+        return None
+    ladder = build_ladder(profile, asked.limits, profile.layers)
+    lids = ladder.rung(len(ladder.layers))
+    k, now_s, least_s = profile.k_of(lids), expected_s(asked, profile, asked.current), explained_s(profile, lids)
+    is_tried = any(split[0] >= k for split in asked.tried)
+    if is_tried or now_s - least_s <= (LITTLE + 4 * asked.min_gain) * now_s:
+        return None
+    reason = f"steps take {_ms(now_s)}, and the layers' times explain {_ms(least_s)} at k={k:.2f}, which is tried"
+    return Target(gpu_lids=lids, reason=reason)
+
+
+def explained_s(profile: Profile, gpu_lids: frozenset[int]) -> float:
+    """A simulated step without the loop's own work, in which there may be more than that."""
+    return simulate(profile, gpu_lids).step_s - profile.other_s
+
+
+def expected_s(asked: Question, profile: Profile, gpu_lids: frozenset[int]) -> float:
+    """The simulated step, in which what the layers' times do not explain takes as long as with what was tried."""
+    rest_s = asked.rest_s(profile.split(gpu_lids))
+    return explained_s(profile, gpu_lids) + (profile.other_s if rest_s is None else rest_s)
+
+
+def _trade(asked: Question, profile: Profile, target: Target) -> tuple[float, float]:
     """What each step gains at the target, and what the move costs once, in seconds."""
-    gain_s = simulate(profile, current).step_s - simulate(profile, target.gpu_lids).step_s
-    moving = current ^ target.gpu_lids
+    gain_s = expected_s(asked, profile, asked.current) - expected_s(asked, profile, target.gpu_lids)
+    moving = asked.current ^ target.gpu_lids
     return gain_s, sum(layer.move_s for layer in profile.layers if layer.lid in moving)
 
 

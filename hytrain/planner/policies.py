@@ -13,7 +13,7 @@ decision out as a plan.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from math import inf
@@ -55,12 +55,13 @@ def decide(asked: Question, profile: Profile) -> Decision:
     if policy == "fixed" and asked.fixed_k is None:
         raise ValueError('policy "fixed" needs a k')
     now = profile
+    asked = replace(asked, now=now.split(current))
     profile = _with(profile, (0.0 if visit is None else visit, 1.0 if offload is None else offload))
     if policy == "deadline" and None in (visit, offload):
         profile = _best_shares(asked, now)
     asked = replace(asked, limits=asked.limits.beside_visits(profile))
     target = _target(asked, profile)
-    if target.gpu_lids != current and asked.limits.allow(profile, current):
+    if asked.limits.allow(profile, current):
         if policy == "balance":
             target = _unless_close(profile, current, target)
         elif policy == "deadline":
@@ -105,8 +106,7 @@ def _best_shares(asked: Question, profile: Profile) -> Profile:
     more = {now, *product(visits[::2], offloads[::2])}
     while more:
         for pair in more:
-            found = _tried(asked, profile, pair, _miss(pair, now, asked.residuals))
-            tried[pair] = None if found is None else (min(found[0], asked.steps_s.get(pair, inf)), found[1])
+            tried[pair] = _tried(asked, profile, pair)
         known = {pair: found for pair, found in tried.items() if found is not None}
         if not known and (more := every - tried.keys()):
             continue
@@ -130,18 +130,7 @@ def _best_shares(asked: Question, profile: Profile) -> Profile:
     return _with(profile, best)
 
 
-def _miss(shares: Shares, now: Shares, residuals: Mapping[Shares, float]) -> float:
-    """How many times as long as simulated steps with these shares take: as with the nearest of those that are known.
-
-    At least 1, or what it is for the current ones if that is less.
-    """
-    far = {pair: abs(pair[0] - shares[0]) + abs(pair[1] - shares[1]) for pair in residuals}
-    nearest = min(far.values(), default=0.0)
-    least = min(1.0, residuals.get(now, 1.0))
-    return max([least, *(residuals[pair] for pair in far if far[pair] <= nearest + 1e-9)])
-
-
-def _tried(asked: Question, profile: Profile, shares: Shares, residual: float) -> tuple[float, int] | None:
+def _tried(asked: Question, profile: Profile, shares: Shares) -> tuple[float, int] | None:
     """The step's time with these shares and their best layers, and the memory that the objective is about.
 
     None if that does not fit.
@@ -155,7 +144,10 @@ def _tried(asked: Question, profile: Profile, shares: Shares, residual: float) -
     except Infeasible:
         return None
     on_gpu = there.gpu_state_bytes(lids) + there.held_for_visits_bytes
-    return residual * simulate(there, lids).step_s, there.host_bytes(lids) if objective == "host-memory" else on_gpu
+    of_these = (known.step_s for split, known in asked.tried.items() if split[1:] == shares)
+    simulated_s = asked.miss(there.split(lids)) * simulate(there, lids).step_s
+    step_s = min([simulated_s, *(each_s for each_s in of_these if each_s is not None)])
+    return step_s, there.host_bytes(lids) if objective == "host-memory" else on_gpu
 
 
 def _beside(share: float, shares: Sequence[float]) -> Sequence[float]:

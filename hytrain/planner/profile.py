@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +16,8 @@ from protocol.placement import Places
 _T = TypeVar("_T")
 #: Of visits, and of offloaded weights.
 Shares = tuple[float, float]
+#: Of the parameters: k, and the shares of visits and of offloaded weights.
+Split = tuple[float, float, float]
 HORIZON_STEPS: Final = 200
 #: Step times closer than this fraction count as equal, and memory decides.
 SAME_SPEED: Final = 0.01
@@ -201,6 +204,9 @@ class Profile:
         """The fraction of the parameters in these layers."""
         return sum(layer.numel for layer in self.layers if layer.lid in gpu_lids) / max(1, self.numel)
 
+    def split(self, gpu_lids: frozenset[int]) -> Split:
+        return self.k_of(gpu_lids), self.visit, self.offload
+
     def gpu_state_bytes(self, gpu_lids: frozenset[int]) -> int:
         """GPU memory for the optimizer state of the layers that the GPU owns, and for weights that can be offloaded."""
         owned = [layer for layer in self.layers if layer.lid in gpu_lids]
@@ -377,25 +383,38 @@ class Limits:
         return fits_gpu and fits_host
 
 
+class Known(NamedTuple):
+    """What steps with a split have shown, of which the GPU owned these layers.
+
+    `miss`: how many times as long they took as simulated, and how many `steps` have told that. `rest_s`: how much of
+    them is not explained by the layers' times. `step_s`: how long they take, or took; None if that was long ago.
+    """
+
+    gpu_lids: frozenset[int]
+    miss: float
+    rest_s: float
+    step_s: float | None
+    steps: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """What is to be decided by which policy, given the layers that the GPU owns now. The memory limits always hold.
 
     `visit` and `offload` are the wanted shares. With None, "deadline" chooses one for its objective, and keeps the
-    current one unless another is clearly better; other policies take what needs the least GPU memory. `residuals` has
-    how long steps really were with shares that were in effect, relative to the simulated ones. Others are assumed to
-    miss as the nearest of these do. None but the current ones counts as faster than simulated: that may have been with
-    other layers on the GPU. `steps_s` has how long steps were with some shares, at most: if more is simulated, that
-    does not count.
+    current one unless another is clearly better; other policies take what needs the least GPU memory. `tried` has what
+    was measured of each split that was in effect, and `now` is the current one. Others are assumed to miss the
+    simulation as the nearest of these do (`miss`). None but the current one counts as faster than simulated: that may
+    have been with other layers on the GPU. What a split has shown not long ago counts, if more is simulated.
 
     `fixed_k` is for policy "fixed". `seed` is for "random", which chooses other layers at every call. `objective` is
     for "deadline" alone, and the reason of other policies says so: "speed" takes the least GPU memory within 1 % of
     the fastest step, "gpu-memory" the least that host memory allows, "host-memory" as many layers as GPU memory
     allows.
 
-    "deadline" moves layers for speed if the predicted gain is above the fraction `min_gain` of a step and repays the
-    moves within `horizon_steps`, and for memory if the saving is clear and costs no speed. "balance" follows its
-    formula, except for small changes.
+    "deadline" moves layers for speed if the predicted gain is above the fraction `min_gain` of a step, by which steps
+    scatter, and repays the moves within `horizon_steps`, and for memory if the saving is clear and costs no speed.
+    "balance" follows its formula, except for small changes.
     """
 
     policy: str
@@ -405,8 +424,38 @@ class Question:
     objective: str = "speed"
     visit: float | None = 0.0
     offload: float | None = 0.0
-    residuals: Mapping[Shares, float] = field(default_factory=dict)
-    steps_s: Mapping[Shares, float] = field(default_factory=dict)
+    now: Split = (0.0, 0.0, 0.0)
+    tried: Mapping[Split, Known] = field(default_factory=dict)
     seed: int = 0
     horizon_steps: int = HORIZON_STEPS
     min_gain: float = SAME_SPEED
+
+    def miss(self, split: Split) -> float:
+        """How many times as long as simulated steps with this split take: as with the nearest that are known.
+
+        Those have the nearest shares, and of these k on either side. At least 1, or what it is for the current one if
+        that is less.
+        """
+        far = {other: abs(other[1] - split[1]) + abs(other[2] - split[2]) for other in self.tried}
+        nearest = min(far.values(), default=0.0)
+        of_shares: dict[Shares, list[tuple[float, float]]] = {}
+        for other in far:
+            if far[other] <= nearest + 1e-9:
+                of_shares.setdefault(other[1:], []).append((other[0], self.tried[other].miss))
+        least = min(1.0, self.tried[self.now].miss if self.now in self.tried else 1.0)
+        return max([least, *(_between(known, split[0]) for known in of_shares.values())])
+
+    def rest_s(self, split: Split) -> float | None:
+        """What such steps take beyond the layers' times, as with the nearest k. None if its shares are not known."""
+        known = [(other[0], found.rest_s) for other, found in self.tried.items() if other[1:] == split[1:]]
+        return _between(known, split[0]) if known else None
+
+
+def _between(points: Iterable[tuple[float, float]], at: float) -> float:
+    """The value on the line through the nearest point on either side; beyond all, that of the last one."""
+    known = sorted(points)
+    index = bisect_left(known, at, key=lambda point: point[0])
+    if index in (0, len(known)):
+        return known[min(index, len(known) - 1)][1]
+    (left, before), (right, after) = known[index - 1], known[index]
+    return before + (after - before) * (at - left) / (right - left)

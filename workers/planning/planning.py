@@ -17,7 +17,7 @@ from hytrain.planner.book import MeasurementBook, Rates
 from hytrain.planner.ladder import Infeasible
 from hytrain.planner.moves import first_part
 from hytrain.planner.policies import Decision, drawn_offloads, drawn_visits, first_lids
-from hytrain.planner.profile import LayerFacts, Order, Profile, Question
+from hytrain.planner.profile import SAME_SPEED, LayerFacts, Order, Profile, Question
 from hytrain.planner.simulate import simulate
 from hytrain.run.ownership import PlanLedger
 from protocol import messages as m
@@ -173,10 +173,7 @@ class Planning:
         self._tried.forget()
 
     def _note_residual(self, step: Step) -> None:
-        """How long the step took, relative to what is simulated for it, if that is for what is in effect now.
-
-        The CPU's pace in this step is known, so that it is simulated with that.
-        """
+        """How long the step took, and what is simulated for it with the CPU's pace in it, if that is in effect now."""
         profile = self._profile()
         if profile is None or step.places != self.places:
             return
@@ -184,7 +181,7 @@ class Planning:
         pace = step.cpu_busy_s / usual_s if usual_s and step.cpu_busy_s else 1.0
         simulated_s = self._simulated_s(profile.with_cpu(pace), step.places.gpu)
         if step.duration_s and simulated_s:
-            self._tried.note(self._shares, self._step, step_s=step.duration_s, simulated_s=simulated_s)
+            self._tried.note(profile, step.places.gpu, self._step, step_s=step.duration_s, simulated_s=simulated_s)
 
     # ------------------------------------------------------------ plans
 
@@ -203,7 +200,7 @@ class Planning:
         rest, self._rest = self._rest, None
         if rest is not None:
             return self._propose(rest, self._step + 2)
-        current, (visit, offload) = self.places.gpu, self.wishes.shares
+        current, (visit, offload), now = self.places.gpu, self.wishes.shares, profile.split(self.places.gpu)
         asked = Question(
             policy=self.wishes.policy,
             limits=self.room.limits,
@@ -212,9 +209,9 @@ class Planning:
             objective=self.wishes.objective,
             visit=visit,
             offload=offload,
-            residuals=self._tried.residuals(self._shares, self._step),
-            steps_s=self._tried.steps_s(self._shares, self._step),
+            tried=self._tried.known(now, self._step),
             seed=self._step,
+            min_gain=max(SAME_SPEED, self._tried.scatter(now)),
         )
         try:
             decision, commands = self.mode.decide(asked, profile)
@@ -364,7 +361,7 @@ class Planning:
 
     def record(self, report: m.TrainerReport) -> dict[str, Any]:
         """A step's record for metrics.jsonl. `cpu_busy_s` is of the step before: the CPU may still work on this one."""
-        as_reported = ("wall_time", "at_s", "step_s", "stall_s", "k", "to_device_bytes", "to_host_bytes")
+        as_reported = ("wall_time", "at_s", "step_s", "stall_s", "starved", "k", "to_device_bytes", "to_host_bytes")
         several = {} if self.table.world == 1 else {"rank": self.table.rank, "gather_s": report.gather_s}
         news, self._came = self._evicted.take(self._came), None
         return {
@@ -372,6 +369,7 @@ class Planning:
             "step": report.number,
             **{name: getattr(report, name) for name in as_reported},
             "cpu_busy_s": self.measured.cpu_busy_s(report.step - 1),
+            "unexplained_s": self._tried.unexplained_s,
             "threads": self.measured.threads,
             "gpu_layers": len(report.places.gpu),
             "visiting_layers": len(report.places.visiting),

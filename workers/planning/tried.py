@@ -1,77 +1,95 @@
-"""How long steps really were with the shares of visits and of offloaded weights that have been tried.
+"""How long steps really were with the splits of the layers that have been tried.
 
-What the simulation does not know makes some shares look better than they are. Each that was tried is judged by its own
+What the simulation does not know makes some splits look better than they are. Each that was tried is judged by its own
 steps, so that plans do not change to and fro.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final
 
 from hytrain.planner.book import Ewma
-from hytrain.planner.contention import ENOUGH_STEPS, REMEMBERED_STEPS
-from hytrain.planner.profile import Shares
+from hytrain.planner.contention import ENOUGH_STEPS, LITTLE, REMEMBERED_STEPS
+from hytrain.planner.profile import Known, Profile, Split
 
-#: Shares miss by so much at most.
-MOST_RESIDUAL: Final = 100.0
+#: A split misses by so much at most.
+MOST_MISS: Final = 100.0
 
 
 @dataclass(slots=True)
 class _Steps:
-    """Steps with the same shares: relative to simulated ones, in seconds, and the last of them."""
+    """Steps with the same split, relative to simulated ones; what of them the layers' times do not explain; the layers'
+    times, which tell whether the machine is as it was; all of them; and the last one.
+    """
 
-    ratio: Ewma = field(default_factory=Ewma)
+    gpu_lids: frozenset[int]
+    miss: Ewma = field(default_factory=Ewma)
+    rest_s: Ewma = field(default_factory=Ewma)
+    layers_s: Ewma = field(default_factory=Ewma)
     step_s: Ewma = field(default_factory=Ewma)
     last: int = -1
 
     @property
     def are_enough(self) -> bool:
-        return self.ratio.count >= ENOUGH_STEPS
+        return self.miss.count >= ENOUGH_STEPS
 
 
 class Tried:
-    """All shares that were in effect."""
+    """All splits that were in effect. `unexplained_s`: of the last step, what the layers' times do not explain."""
 
     def __init__(self) -> None:
-        self._steps: defaultdict[Shares, _Steps] = defaultdict(_Steps)
+        self._steps: dict[Split, _Steps] = {}
+        self.unexplained_s: float | None = None
 
-    def note(self, shares: Shares, step: int, *, step_s: float, simulated_s: float) -> None:
-        """A step took so long with these shares, which are in effect."""
-        steps = self._steps[shares]
-        steps.ratio.add(min(step_s / simulated_s, MOST_RESIDUAL))
+    def note(self, profile: Profile, gpu_lids: frozenset[int], step: int, *, step_s: float, simulated_s: float) -> None:
+        """A step took so long with the profile's shares and these layers on the GPU, which is in effect."""
+        split, explained_s = profile.split(gpu_lids), simulated_s - profile.other_s
+        self.unexplained_s = max(0.0, step_s - explained_s)
+        steps = self._steps.setdefault(split, _Steps(gpu_lids))
+        steps.gpu_lids, steps.last = gpu_lids, step
+        steps.miss.add(min(step_s / simulated_s, MOST_MISS))
+        steps.rest_s.add(self.unexplained_s)
+        steps.layers_s.add(profile.forward_s + profile.backward_s + profile.cpu_update_s)
         steps.step_s.add(step_s)
-        steps.last = step
 
     def forget(self) -> None:
         self._steps.clear()
 
-    def residuals(self, now: Shares, step: int) -> dict[Shares, float]:
-        """How many times as long as simulated steps are. What was tried long ago counts less: the machine may differ.
+    def scatter(self, now: Split) -> float:
+        """To which fraction of a step it is known how long those with the present split take: half of the spread."""
+        steps = self._steps.get(now)
+        if steps is None or not steps.step_s.value:
+            return 0.0
+        return max(steps.step_s.spread, steps.rest_s.spread) / 2 / steps.step_s.value
 
-        It counts longer, the later in the run that was: so it is tried again less and less often. Steps scatter, so
-        the mean is known to about half of the spread. By that much, shares that were left must have been faster.
+    def known(self, now: Split, step: int) -> dict[Split, Known]:
+        """What is known of each split.
+
+        If layers' times are not what they were then, by more than they scatter, the machine differs: so what was tried
+        long ago counts less. It counts longer, the later in the run that was: so it is tried again less and less often.
+        The mean is known to about half of the spread. By that much, splits that were left must have been faster.
         """
-        known = {shares: _mean(steps.ratio, shares == now) for shares, steps in self._steps.items() if steps.are_enough}
-        usual = known.get(now, 1.0)
-        last = {shares: self._steps[shares].last for shares in known}
-        halvings = {shares: (step - last[shares]) / max(REMEMBERED_STEPS, last[shares]) for shares in known}
-        return {shares: usual + (value - usual) * 0.5 ** halvings[shares] for shares, value in known.items()}
-
-    def steps_s(self, now: Shares, step: int) -> dict[Shares, float]:
-        """How long steps are with the present shares, and were with those left not long ago.
-
-        What the simulation believes of others may be wrong since something else is measured. So a plan that was clearly
-        faster is known to be.
-        """
-        return {
-            shares: _mean(steps.step_s, shares == now)
-            for shares, steps in self._steps.items()
-            if steps.are_enough and step - steps.last <= REMEMBERED_STEPS
-        }
+        enough = {split: steps for split, steps in self._steps.items() if steps.are_enough}
+        here, found = enough.get(now), dict[Split, Known]()
+        for split, steps in enough.items():
+            doubt = 0.0 if split == now else 0.5
+            means = (steps.miss, steps.rest_s, steps.step_s)
+            miss, rest_s, step_s = (_value(mean) + doubt * mean.spread for mean in means)
+            if here is not None and _differ(here.layers_s, steps.layers_s):
+                left = 0.5 ** ((step - steps.last) / max(REMEMBERED_STEPS, steps.last))
+                miss = _value(here.miss) + left * (miss - _value(here.miss))
+                rest_s = _value(here.rest_s) + left * (rest_s - _value(here.rest_s))
+            is_recent = step - steps.last <= REMEMBERED_STEPS
+            found[split] = Known(steps.gpu_lids, miss, rest_s, step_s if is_recent else None, steps.miss.count)
+        return found
 
 
-def _mean(found: Ewma, is_now: bool) -> float:
-    assert found.value is not None, "there are steps"
-    return found.value + (0.0 if is_now else found.spread / 2)
+def _value(mean: Ewma) -> float:
+    assert mean.value is not None, "there are steps"
+    return mean.value
+
+
+def _differ(one: Ewma, other: Ewma) -> bool:
+    """By more than both scatter."""
+    return abs(_value(one) - _value(other)) > one.spread + other.spread + LITTLE * _value(other)
