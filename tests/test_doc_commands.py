@@ -77,6 +77,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         doctor.main(command[command.index(doctor.__name__) + 1 :])
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setenv("HYTRAIN_CHECK", "0")  # which the command "check" would set for all tests after this one
     monkeypatch.setattr(launcher, "_run_recipe", run_recipe)
     monkeypatch.setattr(launcher, "_run_program", run_program)
     monkeypatch.setattr(os, "execve", executed)

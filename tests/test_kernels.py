@@ -298,6 +298,8 @@ for name in ("native", "torch"):
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_follows_torch_on_every_processor(capability: str) -> None:
     """torch fuses no operations on old processors, nor if it is told to be for them."""
+    if capability == "avx512" and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("this processor has no AVX-512, which torch would use all the same")
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", COMPARE]
     result = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)

@@ -110,6 +110,6 @@ def test_what_cannot_be_compiled_is_one_sentence(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("No working C++ compiler found\nand much more")
 
     monkeypatch.setattr(torch, "compile", lambda function: fails)
-    with pytest.raises(ConfigError, match=r"install a C\+\+ compiler.*: No working C\+\+ compiler found$") as caught:
+    with pytest.raises(ConfigError, match=r"install a C\+\+ compiler.*: No working C\+\+ compiler found\n") as caught:
         compile_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), CPU)
     assert "\n" not in str(caught.value)

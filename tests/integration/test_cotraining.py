@@ -314,7 +314,7 @@ def test_what_cannot_start_is_refused(trained: Trainings, monkeypatch: pytest.Mo
     described = {"fields": {"model_type": "llama"}, "model": {}, "loss_chunks": 1}
     monkeypatch.setattr(recipes, "describe", lambda task: described)
     with pytest.raises(
-        ClusterError, match=r"(?s)^the CPU trainer did not start: ValidationError: .*/cpu_trainer-0.log$"
+        ClusterError, match=r"(?s)^the CPU trainer did not start: ValidationError: .*/cpu_trainer-0.log\n"
     ):
         trained(cpu_parts=1)
     monkeypatch.setattr(shares, "host_bound", lambda *arguments: 0)
