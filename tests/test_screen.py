@@ -51,7 +51,7 @@ class Run:
 
     def statuses(self) -> Iterator[m.Status]:
         yield from self._statuses
-        while not self.ends.wait(0.02):
+        while not self.ends.wait(0.1):
             yield self._statuses[-1]
 
     def send(self, command: m.Command) -> m.CommandReply:
@@ -65,7 +65,7 @@ async def until(pilot: Pilot[None], is_so: Callable[[], bool]) -> None:
     """Wait for it, but not for ever: the test then says what is instead."""
     ends_s = time.monotonic() + 60
     while not is_so() and time.monotonic() < ends_s:
-        await pilot.pause(0.02)
+        await pilot.pause(0.05)
 
 
 def shown(run: Run, *keys: str, size: tuple[int, int] = (120, 40)) -> tuple[Screen, dict[str, Any]]:
@@ -331,7 +331,7 @@ def test_a_run_that_ends_before_it_says_a_word() -> None:
     async def drive() -> list[str]:
         async with screen.run_test() as pilot:
             while not screen.has_followed.is_set() or not screen._notifications:
-                await pilot.pause(0.02)
+                await pilot.pause(0.05)
             return [notification.message for notification in screen._notifications]
 
     assert asyncio.run(drive()) == ["the run has ended: q leaves"]
