@@ -53,7 +53,6 @@ class Reclaiming:
         self._layers, self._health, self._device = common.layers, common.health, device
         self._handover, self._evictions, self._library = handover, evictions, library
         self._parameters, self._visits = common.parameters, common.visits
-        self.sentence = ""
         self._room: Room | None = None  # after the last step
         self._known: dict[int, _Known] = {}  # by LID
         self._lock = threading.Lock()  # of an offer's end: a plan comes on the link's thread
@@ -126,9 +125,11 @@ class Reclaiming:
         if room is None or room == self._room:  # as after the last step
             return
         self._room = room
-        self._say(room)
+        if self._library is None:
+            return
+        self._library.hytrain_reclaim_say(self._sentence(room).encode())
         arenas = self._handover.arenas
-        if self._library is None or arenas.is_full:
+        if arenas.is_full:
             return
         lacking, making = room.needed - room.now, []
         positions = self._device.positions
@@ -143,25 +144,23 @@ class Reclaiming:
             self._room = None  # a handover's thread may be at work
             self._handover.make_ready(making)
 
-    def _say(self, room: Room) -> None:
-        """What torch's OutOfMemoryError says from now on, besides."""
+    def _sentence(self, room: Room) -> str:
+        """What torch's OutOfMemoryError says besides."""
         state = sum(layer.holds.nbytes for layer in self._layers if isinstance(layer.holds, DevicePlanes))
         weights = sum(known.own.untyped_storage().nbytes() for known in self._parameters)
         parts = (weights, state, self._visits.slots_bytes, room.needed - room.now)
         told = [f"{nbytes / 1e9:.2f} GB" for nbytes in parts]
-        self.sentence = (
+        return (
             f"HyTrain: after the last step, weights took {told[0]} of this device, optimizer state {told[1]}, and "
             f"slots for state that visits {told[2]}; steps needed up to {told[3]} more, for activations and gradients. "
             "What is left of the state would not have made room. Use a smaller batch, or pass offload_activations=True "
             'or offload_weights="auto"'
         )
-        if self._library is not None:
-            self._library.hytrain_reclaim_say(self.sentence.encode())
 
     def note(self, error: BaseException | None) -> None:
         """A forward ends with this. Without the library, torch's error says nothing yet of what took the memory."""
-        if isinstance(error, torch.OutOfMemoryError) and self._library is None and self.sentence:
-            error.add_note(self.sentence)
+        if isinstance(error, torch.OutOfMemoryError) and self._library is None and self._room is not None:
+            error.add_note(self._sentence(self._room))
 
     def close(self) -> None:
         """Nothing is offered any more. What has left is not told to anybody."""
