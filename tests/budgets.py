@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,11 @@ class Budget:
         """The peak begins anew."""
         self._limit = nbytes
         self._library.budget_set(nbytes)
+
+    def begin(self) -> None:
+        """Without a limit, and without garbage, which would be freed later and make room then."""
+        gc.collect()
+        self.limit = UNBOUNDED
 
     @property
     def used(self) -> int:

@@ -94,15 +94,15 @@ def test_visits_after_backward_give_the_same_bits(options: dict[str, Any], monke
     """And blocks that wait for visits have more room. In forward order, as forward waits for them."""
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 1 << 30)
     monkeypatch.setattr(device, "put_off", lambda turns: {turn.lid for turn in turns if turn.visit_s and turn.lid % 3})
-    orders, offloaded, visit = defaultdict[int, list[int]](list), list[bool](), DeviceUpdates._visit
+    orders, offloaded, make_update = defaultdict[int, list[int]](list), list[bool](), DeviceUpdates._make
 
     def noted(of: DeviceUpdates, layer: TrainedLayer, step: int, *others: Any) -> None:
-        if layer in [held[0] for held in of._held]:
+        if layer.life.placement.visits and layer in [held[0] for held in of._held]:
             offloaded.append(layer.rests_on_host)
             orders[step].append(of.positions[layer.lid])
-        visit(of, layer, step, *others)
+        make_update(of, layer, step, *others)
 
-    monkeypatch.setattr(DeviceUpdates, "_visit", noted)
+    monkeypatch.setattr(DeviceUpdates, "_make", noted)
     model = make(torch.bfloat16)
     with adamw(model, **options) as opt:
         train_and_prepare(model, opt, STEPS)
@@ -128,13 +128,13 @@ def test_visits_after_backward_go_in_the_order_that_forward_has(monkeypatch: pyt
     """Or when `synchronize()` asks for all updates that backward has begun."""
     monkeypatch.setattr(GpuMemory, "for_waiting_bytes", lambda memory: 1 << 30)
     monkeypatch.setattr(device, "put_off", lambda turns: {turn.lid for turn in turns})
-    made, visit = list[str](), DeviceUpdates._visit
+    made, make_update = list[str](), DeviceUpdates._make
 
     def noted(of: DeviceUpdates, layer: TrainedLayer, *others: Any) -> None:
         made.append(layer.name)
-        visit(of, layer, *others)
+        make_update(of, layer, *others)
 
-    monkeypatch.setattr(DeviceUpdates, "_visit", noted)
+    monkeypatch.setattr(DeviceUpdates, "_make", noted)
     model, expected = Backwards(), Backwards()
     with adamw(expected, k=1.0) as other:
         train(expected, other, range(6), square_loss)

@@ -161,7 +161,7 @@ def test_a_batch_four_times_the_largest_so_far_goes_through(in_backward: bool, b
         model = Wide(in_backward=in_backward)
         with adamw(model, k=1.0) as opt:
             make_ready(opt)
-            budget.limit = UNBOUNDED  # the peak begins anew
+            budget.begin()
             learn(model, opt, rows[:3])
             if is_capped:
                 budget.limit = budget.peak + (1 << 14)
@@ -178,7 +178,7 @@ def test_memory_that_another_takes_and_gives_back(budget: Budget) -> None:
     model = llama()
     with adamw(model, k=1.0) as opt:
         make_ready(opt)
-        budget.limit = UNBOUNDED
+        budget.begin()
         train(model, opt, range(3))
         budget.limit = budget.peak
         nbytes = sum(layer.device.nbytes for layer in opt._session.layers) // 2
