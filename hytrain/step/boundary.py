@@ -6,6 +6,7 @@ first gradient ─▶ the handovers finish ─▶ PlanApplied
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -16,8 +17,10 @@ from hytrain.statistics import Statistics
 from hytrain.step.common import Common
 from hytrain.step.handover import Handover
 from protocol.messages import Plan, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
-from protocol.placement import Places
+from protocol.placement import GPU, Places
+from protocol.sizes import is_on_gpu
 
+_log = logging.getLogger(__name__)
 #: What the host has is asked for once in so many steps: it takes half a millisecond.
 HOST_EVERY: Final = 4
 
@@ -43,6 +46,7 @@ class Boundary:
         self._numels = [layer.spec.numel for layer in common.layers]
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
+        self._is_compared = False
         self.loop_saves = False  # checkpoints, when it is asked to
         self.to_trace: int | None = None  # steps whose timeline somebody asks for, 0 to end it
 
@@ -113,7 +117,29 @@ class Boundary:
             ),
         )
         self._trace(step + 1, has_drawn)
+        if room is not None and not self.statistics.moving:
+            self._compare(room)
         return room
+
+    def _compare(self, room: Room) -> None:
+        """Once: if the GPU has room for all that rests in host memory, say that little is saved here."""
+        if self._is_compared:
+            return
+        self._is_compared = True
+        more = sum(
+            nbytes
+            for layer in self._layers
+            for plane, nbytes in layer.layout.plane_nbytes.items()
+            if is_on_gpu(plane, GPU, waits=True) and not is_on_gpu(plane, layer.placement)
+        )
+        if more <= room.free:
+            _log.info(
+                "this model fits on the GPU without HyTrain: all of it and its optimizer's state take %.1f of %.1f GB. "
+                "What HyTrain can save here is GPU memory, up to %.1f GB",
+                (room.needed + more) / 1e9,
+                room.usable / 1e9,
+                more / 1e9,
+            )
 
     def _where(self, places: Places) -> dict[str, Any]:
         """What statistics say of placements."""

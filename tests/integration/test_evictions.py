@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from variants import every_second
 
 import hytrain
 from hytrain.memory import visits
-from hytrain.memory.capacity import Room
+from hytrain.memory.capacity import GpuMemory, Room
 from hytrain.memory.planes import DevicePlanes
 from hytrain.step import arenas, offload
 from protocol.placement import VISIT
@@ -243,3 +244,19 @@ def test_evaluation_and_batches_that_are_no_larger_evict_nothing() -> None:
             model(input_ids=tokens(0, length=64))
         train(model, opt, [1, 2])
         assert len(opt._session.layers) == len(opt.statistics().gpu_layers)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_where_all_would_fit_a_line_says_what_can_be_saved(
+    lacking: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    away, model = 0, llama(torch.bfloat16)
+    monkeypatch.setattr(GpuMemory, "room", lambda _: Room(1000 + away - lacking, 1000))
+    with adamw(model, k=0.0, updates="backward") as opt:
+        layouts = [layer.layout for layer in opt._session.layers]
+        away = sum(layout.nbytes - layout.plane_nbytes["weights"] for layout in layouts)
+        with caplog.at_level(logging.INFO, "hytrain.step.boundary"):
+            train(model, opt, range(3))
+    said = [record.getMessage() for record in caplog.records if record.name == "hytrain.step.boundary"]
+    assert len(said) == 1 - lacking
+    assert lacking or said[0].endswith(f"up to {away / 1e9:.1f} GB")
