@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -203,4 +204,5 @@ def _call(
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parent.parent))  # modules that all tests have
     serve(connection.Connection(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

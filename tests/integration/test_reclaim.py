@@ -9,9 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import test_fsdp2
+import test_muon_ranks
 import torch
+import torch.distributed as dist
 from budgets import UNBOUNDED, Budget, budgeted
-from helpers import adamw, differing, records, state, train, wait_for_coordinator, weights
+from helpers import LR, adamw, differing, opened, records, state, train, wait_for_coordinator, weights
+from ranks import RankGroup
+from sharded_models import local, next_token_loss
 from small_models import gpt2, llama, perceptron, square_loss
 from test_evictions import MODES, PLACED, STEPS, at_every_turn
 from torch import nn
@@ -382,3 +387,37 @@ def test_a_backward_without_memory_leaves_no_half_step_in_silence(mode: str, bud
             learn(model, opt, [8])
             found.append(state(opt) | weights(model))
     assert not goes_on or differing(*found) == []
+
+
+def lack_memory_on_one_rank(optimizer: str, options: dict[str, Any]) -> int:
+    """Only the second rank's allocator has no room now and then. Returns how many layers' state has left."""
+    found, make = [], getattr(test_muon_ranks if optimizer == "Muon" else test_fsdp2, "plain")
+    with pytest.MonkeyPatch.context() as patch, budgeted() as budget:
+        patch.setattr(visits, "SLOT_NUMEL", 640)
+        for chance in (0.0, 0.2 * dist.get_rank()):
+            model = make()
+            groups = [test_muon_ranks.groups_of(model)] if optimizer == "Muon" else []
+            with opened(getattr(hytrain, optimizer), model, *groups, lr=LR, k=1.0, **options) as opt:
+                make_ready(opt)
+                with at_every_turn(model, pressing(budget, chance)):
+                    for step in range(STEPS):
+                        next_token_loss(model, step).backward()
+                        opt.step()
+                        opt.zero_grad()
+                opt.synchronize()
+                parts = {name: local(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+                found.append(state(opt) | parts)
+        assert differing(*found) == []
+        return budget.evictions
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [("AdamW", {}), ("AdamW", {"max_grad_norm": 0.1}), ("AdamW", {"updates": "step"}), ("Muon", {})],
+)
+def test_a_rank_that_lacks_memory_goes_on_beside_one_that_does_not(
+    optimizer: str, options: dict[str, Any], two_ranks: RankGroup
+) -> None:
+    """Its evictions are its own: no collective is in between."""
+    enough, lacking = two_ranks.run(lack_memory_on_one_rank, optimizer, options)
+    assert not enough and lacking
