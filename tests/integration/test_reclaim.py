@@ -391,7 +391,7 @@ def test_a_backward_without_memory_leaves_no_half_step_in_silence(mode: str, bud
 
 def lack_memory_on_one_rank(optimizer: str, options: dict[str, Any]) -> int:
     """Only the second rank's allocator has no room now and then. Returns how many layers' state has left."""
-    found, make = [], getattr(test_muon_ranks if optimizer == "Muon" else test_fsdp2, "plain")
+    found, make = [], (test_muon_ranks if optimizer == "Muon" else test_fsdp2).plain
     with pytest.MonkeyPatch.context() as patch, budgeted() as budget:
         patch.setattr(visits, "SLOT_NUMEL", 640)
         for chance in (0.0, 0.2 * dist.get_rank()):
