@@ -18,6 +18,7 @@ from hytrain.memory.transfer import Copy, CudaTransfers, Transfer
 from hytrain.state import tensor_file
 from hytrain.state.tensor_file import PIECE_BYTES
 from hytrain.step import activations
+from hytrain.tensors import address
 
 pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
 
@@ -191,6 +192,43 @@ def test_compiled_blocks_give_the_same_bits_whoever_owns_a_layer(
             block.compile()
         results.append(train(model, tmp_path, **options)[0])
     assert_same(results)
+
+
+class Driver:
+    """CUDA's, which pins at most so many bytes: beyond that, it is asked to pin once more what is pinned."""
+
+    def __init__(self, most: int) -> None:
+        self._cuda, self._most = torch.cuda.cudart(), most
+        self.pinned, self.refusals = dict[int, int](), 0
+        self._spare = torch.empty(1 << 16, dtype=torch.uint8).pin_memory()
+
+    def cudaHostRegister(self, start: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if sum(self.pinned.values()) + nbytes > self._most:
+            self.refusals += 1
+            code = int(self._cuda.cudaHostRegister(address(self._spare), self._spare.nbytes, flags))
+            assert code, "it is pinned"
+            return code
+        self.pinned[start] = nbytes
+        return int(self._cuda.cudaHostRegister(start, nbytes, flags))
+
+    def cudaHostUnregister(self, start: int) -> int:  # noqa: N802
+        del self.pinned[start]
+        return int(self._cuda.cudaHostUnregister(start))
+
+
+def test_memory_that_the_driver_does_not_pin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is copied all the same, and the driver's error ends nothing that comes after it."""
+    choices: list[dict[str, Any]] = [{"k": 0.0}, {"k": 0.0, "visit": 1.0}, {"k": 0.0, "offload_weights": 1.0}]
+    choices += [{"policy": "random", "offload_weights": "auto"}, {"k": 0.0, "max_grad_norm": 0.05}]
+    for choice in choices:
+        results = [train(llama(torch.bfloat16), tmp_path, **choice)[0]]
+        for most in (4 << 20, 0):
+            driver = Driver(most)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.cuda, "cudart", lambda driver=driver: driver)
+                results.append(train(llama(torch.bfloat16), tmp_path, **choice)[0])
+            assert driver.refusals and not driver.pinned
+        assert_same(results)
 
 
 def wide(dtype: torch.dtype) -> nn.Module:

@@ -20,7 +20,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
 from itertools import accumulate
 from typing import Final, NamedTuple, Protocol, Self
 
@@ -216,9 +215,8 @@ class Copies:
 
     def _pin(self, index: int) -> None:
         if index not in self._pinned:
-            with suppress(CapacityError):  # it is copied more slowly
-                self._transfers.pin(self._shared.mapping.address + self.offsets[index], self._nbytes(index))
-                self._pinned.add(index)
+            self._transfers.pin(self._shared.mapping.address + self.offsets[index], self._nbytes(index))
+            self._pinned.add(index)
 
     def _nbytes(self, index: int) -> int:
         return _in_pages(self.like[index])

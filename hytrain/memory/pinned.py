@@ -23,7 +23,6 @@ class Pinned:
     """`tensor` is uint8, shape (nbytes,)."""
 
     def __init__(self, nbytes: int, transfers: Transfers) -> None:
-        """Raises `CapacityError` if it cannot be pinned."""
         self._pages, self._transfers = mmap.mmap(-1, nbytes), transfers
         self.tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
@@ -47,7 +46,7 @@ class PinnedStack:
         return SLAB_BYTES * len(self._slabs)
 
     def grow(self, nbytes: int) -> None:
-        """Pin slabs until there are so many bytes. Raises `CapacityError`."""
+        """Pin slabs until there are so many bytes. Raises `OSError` without host memory."""
         while self.nbytes < nbytes:
             self._slabs.append(Pinned(SLAB_BYTES, self._transfers))
 

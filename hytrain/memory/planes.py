@@ -47,7 +47,7 @@ class ArenaPlanes:
     """
 
     def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False, is_own: bool = False) -> None:
-        """Map the file, and pin `weights`. Raises `CapacityError` if that cannot be; then the file is closed.
+        """Map the file, and pin `weights`. Raises `CapacityError` if it cannot be mapped; then the file is closed.
 
         `is_own`: this process has made it, so that no plane has pages yet.
         """
@@ -59,12 +59,10 @@ class ArenaPlanes:
         self._ranges = {"grads": (0, grads), "weights": (grads, shared - grads), "state": (shared, end - shared)}
         try:
             self._mapping = Mapping(file.descriptor, layout.nbytes)
-            self._pin("weights", gently=gently)
-        except BaseException as error:
+        except OSError as error:
             file.close()
-            if isinstance(error, OSError):
-                raise CapacityError(f"host memory cannot be mapped: {error}") from None
-            raise
+            raise CapacityError(f"host memory cannot be mapped: {error}") from None
+        self._pin("weights", gently=gently)
         self._parts: dict[tuple[str, int], Tensor | None] = {}  # of the state, by bank and segment
         self._states: dict[str, list[Tensor | None]] = {}  # those of the current banks, by plane
         self.grads = self._views("grads")
@@ -104,7 +102,7 @@ class ArenaPlanes:
         return self._parts[bank, index]
 
     def hold_gradients(self, *, gently: bool = True) -> None:
-        """Give `grads` memory, and pin it. Raises `CapacityError` if that cannot be."""
+        """Give `grads` memory, and pin it."""
         self._pin("grads", gently=gently)
 
     def drop_gradients(self) -> None:
@@ -113,10 +111,7 @@ class ArenaPlanes:
             free_pages(self._file.descriptor, *self._ranges["grads"])
 
     def pin_state(self, *, gently: bool = True) -> None:
-        """Pin the state planes, for a handover or for visits, so that they are copied at the link's full speed.
-
-        Raises `CapacityError` if they cannot be pinned.
-        """
+        """Pin the state planes, for a handover or for visits, so that they are copied at the link's full speed."""
         self._pin("state", gently=gently)
 
     def unpin_state(self) -> None:

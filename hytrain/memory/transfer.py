@@ -10,10 +10,11 @@ makes the caller's stream wait for exactly one transfer.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -22,9 +23,10 @@ from typing import Any, Final
 
 import torch
 
-from hytrain.errors import CapacityError
 from hytrain.memory.clock import CudaClock, HostClock, Span, Stream, current_stream
 from hytrain.tensors import address, addresses, allocate, count_write, free
+
+_log = logging.getLogger(__name__)
 
 #: Memory is pinned in pieces of this size. Each takes 2 ms, in which the driver launches nothing.
 PIECE_BYTES: Final = 32 << 20
@@ -165,9 +167,14 @@ class CudaTransfers:
         self._out, self._state, self._visiting, self._window = (torch.cuda.Stream(device) for _ in range(4))
         self._saving, self._restoring = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in, self._fetching, self._returning = ([torch.cuda.Stream(device) for _ in range(2)] for _ in range(3))
+        self._pinned = dict[int, int]()  # pieces: bytes by address
+        self._is_told = False
 
     def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
-        """Register host memory with CUDA, for DMA at full speed. Raises `CapacityError` if the driver refuses.
+        """Register host memory with CUDA, for DMA at full speed, as far as the driver lets it be locked.
+
+        What is not registered is copied by way of the driver's own buffer. That is slower, and a copy to the host ends
+        before its call returns.
 
         The driver launches nothing in the meantime: 0.17 s for 1.75 GiB. So memory is pinned in pieces; with `gently`,
         during training, an equally long pause follows each piece. No copy may cross from one piece to the next.
@@ -177,18 +184,34 @@ class CudaTransfers:
             with torch.cuda.device(self._device):
                 code = int(torch.cuda.cudart().cudaHostRegister(first, stop - first, 1))
             if code != 0:
-                self.unpin(start, first - start)
-                raise CapacityError(
-                    f"CUDA refused to pin {nbytes / 1e9:.2f} GB of host memory (error {code}): "
-                    "raise the limit of locked memory (ulimit -l), or free host memory"
-                )
+                self._forget_error()
+                self._tell(code)
+                return
+            self._pinned[first] = stop - first
             if gently:
                 time.sleep(time.monotonic() - began_s)
+
+    def _forget_error(self) -> None:
+        """CUDA keeps an error of a call until somebody asks, on the same thread: torch does, with its next kernel."""
+        with suppress(RuntimeError):
+            torch.empty(1, device=self._device).fill_(1)
+
+    def _tell(self, code: int) -> None:
+        """Once, how much memory could be pinned."""
+        if not self._is_told:
+            self._is_told = True
+            _log.warning(
+                "CUDA pins no more than %.2f GB of host memory here (error %d), so copies of what lies beyond take "
+                "longer. Raise the limit of locked memory (ulimit -l), if there is one",
+                sum(self._pinned.values()) / 1e9,
+                code,
+            )
 
     def unpin(self, start: int, nbytes: int) -> None:
         """Unregister host memory. This must come before its pages are freed: DMA would still use the old pages."""
         for first, _ in cut(start, nbytes):
-            torch.cuda.cudart().cudaHostUnregister(first)
+            if self._pinned.pop(first, None) is not None:
+                torch.cuda.cudart().cudaHostUnregister(first)
 
     def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
         """Make the current stream wait for `streams`, and keep the tensors that they have `made` alive for it."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from hytrain.errors import CapacityError, UsageError
+from hytrain.errors import UsageError
 from hytrain.memory.clock import Stream
 from hytrain.memory.pinned import PinnedStack
 from hytrain.memory.transfer import Copy, Transfer, Transfers
@@ -251,7 +251,7 @@ class Activations:
             self._free_first()
 
     def _has_room(self, nbytes: int) -> bool:
-        """Whether there is host memory for so much in all, which can be pinned."""
+        """Whether there is host memory for so much in all."""
         more = nbytes - self._stack.nbytes
         free = self._host_free() if more > 0 else None
         try:
@@ -259,7 +259,7 @@ class Activations:
                 self._stack.grow(nbytes)
                 return True
             why = f"{max(free, 0) / 1e9:.2f} GB of host memory are free, and {more / 1e9:.2f} GB more are needed"
-        except (CapacityError, OSError) as error:
+        except OSError as error:
             why = str(error)
         if not self._has_warned:
             self._has_warned = True

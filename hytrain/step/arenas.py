@@ -33,7 +33,6 @@ class Arenas:
 
     def __init__(self, common: Common) -> None:
         self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
-        self._told = set[TrainedLayer]()
         self._kept: dict[int, ArenaPlanes] = {}  # by LID: our own, which no layer uses now
         self.is_full = False  # the host has no more memory to make ready
 
@@ -57,15 +56,12 @@ class Arenas:
             yield layer, made
 
     def _map(self, file: ArenaFile, *, gently: bool, pins_state: bool) -> ArenaPlanes | CapacityError:
-        arena = None
         try:
             arena = ArenaPlanes(file, self._transfers, gently=gently)
-            if pins_state:
-                arena.pin_state()
         except CapacityError as error:
-            if arena is not None:
-                arena.close()
             return error
+        if pins_state:
+            arena.pin_state()
         return arena
 
     def keep(self, layer: TrainedLayer, arena: ArenaPlanes) -> None:
@@ -99,12 +95,7 @@ class Arenas:
         """Pin what was unpinned for somebody to read, and visits need, before a forward."""
         for layer in self._layers:
             if layer.life.placement.visits:
-                try:
-                    layer.arena.pin_state(gently=False)
-                except CapacityError as error:
-                    if layer not in self._told:
-                        self._told.add(layer)
-                        _log.warning("layer %s visits more slowly: %s", layer.name, error)
+                layer.arena.pin_state(gently=False)
 
     def close(self) -> None:
         for arena in self._kept.values():
@@ -126,9 +117,5 @@ class Arenas:
 
     def _made(self, layer: TrainedLayer, *, gently: bool) -> ArenaPlanes:
         arena = ArenaPlanes(made_arena(layer.layout), self._transfers, gently=gently, is_own=True)
-        try:
-            arena.pin_state(gently=gently)
-        except CapacityError:
-            arena.close()
-            raise
+        arena.pin_state(gently=gently)
         return arena

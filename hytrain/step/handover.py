@@ -30,7 +30,7 @@ from hytrain.run.link import CLOSE_TIMEOUT_S, THREAD_PREFIX
 from hytrain.step.arenas import Arenas
 from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
-from protocol.messages import GiveUp, Plan, ReleasePlanes, TakeOver
+from protocol.messages import GiveUp, Plan, TakeOver
 from protocol.placement import VISIT, Placement
 
 _log = logging.getLogger(__name__)
@@ -190,27 +190,18 @@ class Handover:
         for index, layer in enumerate(move.coming):
             try:
                 move.devices[layer.lid] = layer.device_planes(fresh=False)
-                layer.arena.pin_state()
-            except (torch.OutOfMemoryError, CapacityError) as error:
-                is_full = isinstance(error, torch.OutOfMemoryError)
-                self._stays(layer, "no GPU memory for its state" if is_full else error)
-                move.devices.pop(layer.lid, None)
+            except torch.OutOfMemoryError:
+                self._stays(layer, "no GPU memory for its state")
                 del move.coming[index:]
                 break
+            layer.arena.pin_state()
         move.prepared = True
 
     def _prepare_gradients(self, move: _Move) -> None:
         """Memory for the gradients of layers that will be the CPU's."""
         for layer in [*move.leaving, *move.taken]:
             if move.plan.places[layer.lid].updates == "cpu":
-                try:
-                    (move.arenas.get(layer.lid) or layer.arena).hold_gradients()
-                except CapacityError as error:
-                    self._stays(layer, error)
-                    (move.leaving if layer in move.leaving else move.taken).remove(layer)
-                    if (arena := move.arenas.pop(layer.lid, None)) is not None:
-                        arena.close()
-                        self._link.post("optimizer", ReleasePlanes(lid=layer.lid))
+                (move.arenas.get(layer.lid) or layer.arena).hold_gradients()
 
     def _prepare_visits(self, move: _Move) -> None:
         leaving = [layer for layer in move.leaving if move.plan.places[layer.lid].visits]
@@ -222,12 +213,8 @@ class Handover:
                 self._stays(layer, "no GPU memory for visits")
             move.leaving = [layer for layer in move.leaving if layer not in leaving]
             move.visiting.clear()
-        for layer in list(move.visiting):
-            try:
-                layer.arena.pin_state()
-            except CapacityError as error:
-                self._stays(layer, error)
-                move.visiting.remove(layer)
+        for layer in move.visiting:
+            layer.arena.pin_state()
 
     def _stays(self, layer: TrainedLayer, why: object) -> None:
         """Say why a layer cannot move. A plan may ask for it again and again."""

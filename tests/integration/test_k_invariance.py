@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import resource
@@ -21,11 +22,9 @@ from variants import every_second, slow
 
 import hytrain
 from examples.studies.gelu.mlp import fuse
-from hytrain.errors import CapacityError
 from hytrain.memory import visits
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.planes import ArenaPlanes
-from hytrain.memory.transfer import HostTransfers
 from hytrain.model.trained import TrainedLayer
 from hytrain.step import device, offload
 from hytrain.step.device import DeviceUpdates
@@ -182,24 +181,6 @@ def test_only_gradients_that_the_cpu_updates_from_take_host_memory() -> None:
     assert {"cpu: 0%", "visit: 100%"} <= seen <= {"cpu: 0%", "visit: 100%", "cpu: 100%"}, "the last has no gradient yet"
 
 
-def test_layers_without_room_for_gradients_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And can move with a later plan."""
-    hold, refused = ArenaPlanes.hold_gradients, list[bool]()
-
-    def hold_seldom(planes: ArenaPlanes, *, gently: bool = True) -> None:
-        if gently and len(refused) < 12:
-            refused.append(True)
-            raise CapacityError("no room")
-        hold(planes, gently=gently)
-
-    monkeypatch.setattr(ArenaPlanes, "hold_gradients", hold_seldom)
-    model = make(torch.bfloat16)
-    with adamw(model, k="auto", policy="random") as opt:
-        train_and_prepare(model, opt, STEPS)
-        assert len(refused) == 12 and opt.statistics().moved
-        assert differing(state(opt) | weights(model), trained_at_half(torch.bfloat16)) == []
-
-
 @contextmanager
 def no_descriptor(pid: int) -> Iterator[None]:
     """The optimizer process cannot make an arena."""
@@ -210,13 +191,13 @@ def no_descriptor(pid: int) -> Iterator[None]:
 
 
 @contextmanager
-def no_pinned_memory(pid: int) -> Iterator[None]:
-    """The trainer cannot pin the arena that it got."""
+def no_address_space(pid: int) -> Iterator[None]:
+    """The trainer cannot map the arena that it got."""
 
     def refuse(*arguments: Any, **options: Any) -> None:
-        raise CapacityError("no host memory for it: CUDA refused to pin it")
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    with mock.patch.object(HostTransfers, "pin", refuse):
+    with mock.patch("hytrain.memory.planes.Mapping", refuse):
         yield
 
 
@@ -234,7 +215,7 @@ def no_gpu_memory(pid: int) -> Iterator[None]:
     ("shortage", "k", "said"),
     [
         (no_descriptor, 1.0, "stays on the gpu: no host memory for it: [Errno 24] Too many open files"),
-        (no_pinned_memory, 1.0, "stays on the gpu: no host memory for it: CUDA refused to pin it"),
+        (no_address_space, 1.0, "stays on the gpu: host memory cannot be mapped: [Errno 12] Cannot allocate memory"),
         (no_gpu_memory, 0.0, "stays on the cpu: no GPU memory for its state"),
     ],
 )

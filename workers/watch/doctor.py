@@ -404,8 +404,8 @@ def advise(machine: Machine) -> list[str]:
         )
     if gpu is not None and machine.locked_bytes is not None and machine.locked_bytes < machine.bound_bytes:
         found.append(
-            f"`ulimit -l` is {gib(machine.locked_bytes)}. If CUDA refuses to pin memory, raise it: memlock in "
-            "/etc/security/limits.conf, or --ulimit memlock=-1 for a container."
+            f"`ulimit -l` is {gib(machine.locked_bytes)}. If CUDA may pin no more than that, copies take longer: raise "
+            "it, by memlock in /etc/security/limits.conf, or --ulimit memlock=-1 for a container."
         )
     if machine.is_wsl:
         found.append(

@@ -42,7 +42,7 @@ from examples.studies.cotraining.wire import (
 )
 from examples.studies.cotraining.work import Packed
 from hytrain.config import workers_environment
-from hytrain.errors import CapacityError, ClusterError
+from hytrain.errors import ClusterError
 from hytrain.memory.arena import Memory, SharedMemory
 from hytrain.memory.lending import Lent, spread, views
 from hytrain.memory.transfer import Transfer, transfers_for
@@ -219,18 +219,11 @@ class Partner:
             self._open.discard(job)
         return answer
 
-    def gradients(self, slot: int, computed: Computed) -> dict[str, Tensor] | None:
-        """The gradients in `slot`, by name, pinned. None if their memory cannot be pinned: then the process is lost.
-
-        Whoever copies them sets `taken`.
-        """
+    def gradients(self, slot: int, computed: Computed) -> dict[str, Tensor]:
+        """The gradients in `slot`, by name. Whoever copies them sets `taken`."""
         at = slot * self._slot_bytes
         if slot not in self._pinned:
-            try:
-                self._transfers.pin(self._gradients.mapping.address + at, self._slot_bytes, gently=True)
-            except CapacityError as error:
-                self._lose(str(error))
-                return None
+            self._transfers.pin(self._gradients.mapping.address + at, self._slot_bytes, gently=True)
             self._pinned.add(slot)
         gradients = views(self._gradients.mapping, self._offsets, self._parameters.values(), at)
         named = zip(self._parameters, gradients, computed.has_gradient, strict=True)

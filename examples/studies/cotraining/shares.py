@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from examples.studies.cotraining.partner import WORKER, Partner
 from examples.studies.cotraining.planner import CpuPartsPlanner, Step
 from examples.studies.cotraining.told import Told
-from examples.studies.cotraining.wire import Computed
 from examples.studies.cotraining.work import moved, named, seed_of
 from hytrain.config import ClusterConfig
 from hytrain.errors import CapacityError, ClusterError, ConfigError, UnsupportedError, UsageError
@@ -214,9 +213,11 @@ class CoTraining:
                 assert self._partner is not None, "it has jobs"
                 computed = self._partner.receive(job)
                 before = self._clock.mark()
-                if computed is None or not self._add(self._partner, slot, computed):
+                if computed is None:
                     train(index)
                     continue
+                gradients = self._partner.gradients(slot, computed)
+                self._partner.taken = self._opt.add_gradients(gradients) or self._partner.taken
                 losses[index] = computed.loss
                 adds.append((before, self._clock.mark()))
                 seconds.append(computed.seconds)
@@ -265,14 +266,6 @@ class CoTraining:
         if self._lent is not None:
             self._lent.close()
             self._lent = None
-
-    def _add(self, partner: Partner, slot: int, computed: Computed) -> bool:
-        """Add a part's gradients to the step's. Returns whether they could be."""
-        gradients = partner.gradients(slot, computed)
-        if gradients is None:
-            return False
-        partner.taken = self._opt.add_gradients(gradients) or partner.taken
-        return True
 
     def _begin(self, part: Any) -> None:
         """A step begins: read what is known of those before, and choose the parts of this one."""
