@@ -1,4 +1,4 @@
-"""What setup.cfg can't say: the README as the package index shows it, and the libraries that a wheel has.
+"""What setup.cfg can't say: the README as the package index shows it, and the libraries and the page that a wheel has.
 
 Built where there is a C++ compiler, a wheel has a library for each kind of CPU in `hytrain.kernels.build.VARIANTS`, and
 is for machines of this kind. Built where there is torch, too, it has what serves that version's allocator. Without
@@ -39,12 +39,13 @@ def absolute(readme: str) -> str:
 
 
 class BuildPy(build_py):
-    """Adds the kernels."""
+    """Adds the kernels, and the page of errors, which says where a message is explained."""
 
     def run(self) -> None:
         super().run()
         if self.editable_mode:
             return
+        shutil.copyfile(HERE / "docs/errors.md", Path(self.build_lib, "hytrain/errors.md"))
         source, into = HERE / KERNELS / "update.cpp", Path(self.build_lib, KERNELS)
         environ = {"HYTRAIN_CACHE": self.get_finalized_command("build").build_temp, **os.environ}
         variants = VARIANTS.get(machine(), {})

@@ -13,7 +13,7 @@
     if (cell.length === 4) return yes(cell, tokens, host, step, model);
     const no = `No: ${model} does not train on ${host}`, last = FITS.precisions.length - 1;
     const sizes = cell.map((size, index) => `${size} GiB, ${how(cell.length === 2 && index === 0 ? 0 : last)}`);
-    if (sizes.length) return [`${no} in any precision. Beside this GPU it takes ${sizes.join("; or ")}.`, ""];
+    if (sizes.length) return [`${no} in any precision. With this GPU it needs ${sizes.join("; or ")}.`, ""];
     return [`${no}, whose GPU has too little memory for steps of ${step}.`, ""];
   }
 

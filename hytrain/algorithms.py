@@ -26,8 +26,8 @@ _PARTS: Final = {"betas": ("beta1", "beta2"), "ns_coefficients": ("a", "b", "c")
 _KINDS: Final[dict[str, Callable[[Any], Any]]] = {"float": float, "bool": bool, "int": int, "str": str}
 #: Said where the state that an update keeps would have to come or go.
 MOMENTUM: Final = (
-    "the momentum of a parameter group has become 0, or is 0 no longer, but only an update with momentum has a buffer: "
-    "keep it as it was, at 0 or above 0, or make the optimizer anew"
+    "the momentum of a parameter group has changed to 0 or from 0, but only updates with momentum have a buffer: keep "
+    "it at 0, or above 0, as it was, or make the optimizer anew"
 )
 
 
@@ -261,7 +261,7 @@ MUON: Final = Algorithm(
     check_others=_check_muon,
     beside=ADAMW,
     rule_changed=(
-        "use_muon of a parameter group has become another, but its state is of one algorithm: keep it as it was, or "
-        "make the optimizer anew"
+        "use_muon of a parameter group has changed, but its state is that of one algorithm: set it back, or make the "
+        "optimizer anew"
     ),
 )

@@ -129,7 +129,7 @@ class Build:
             raise UnsupportedError(
                 "param_groups have no parameter that needs a gradient: nothing to train"
                 if site.ranks.world == 1
-                else "this rank has no element of what is to be trained: train a model this small on fewer ranks"
+                else "this rank has no elements to train: train a model this small on fewer ranks"
             )
         empty = [(n, p) for n, p in site.model.named_parameters() if id(p) in wanted and not local(p).numel()]
         empty = [(name, parameter) for name, parameter in empty if parameter.numel()]
@@ -175,8 +175,8 @@ class Build:
                 layer.layout = placed
             return
         _log.warning(
-            "updates wait for the norm of all gradients: to make them before, and undo them where that was wrong, "
-            "takes %.2f GB of host memory, which are not there",
+            "updates wait for the norm of all gradients: making them earlier, and undoing those that were wrong, "
+            "would take %.2f GB of host memory, which are not free",
             host_bytes(double) * (1.0 - (options.k or 0.0)) / 1e9,
         )
 

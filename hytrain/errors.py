@@ -1,4 +1,4 @@
-"""Every exception that HyTrain raises on purpose, and how it warns.
+"""Every exception that HyTrain raises on purpose, where the docs explain it, and how it warns.
 
 `except HyTrainError` catches them all. The built-in base class of each is in parentheses.
 
@@ -20,13 +20,37 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
+from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Final
 
 #: The packages whose lines are not the user's.
 _OURS: Final = ("hytrain", "torch")
+#: The page that explains messages: beside this file in a wheel, in `docs` in a checkout.
+_PAGES: Final = (Path(__file__).with_name("errors.md"), Path(__file__).parent.parent / "docs/errors.md")
+#: A row or a heading of the page: its anchor, and the message, which ends it.
+_ROW: Final = re.compile(r'^(?:\||###) <span id="([\w-]+)"></span>(?:.* \| )?(.+?)(?: †)?(?: \|)?$', re.MULTILINE)
+
+
+@cache
+def rows() -> list[tuple[str, re.Pattern[str]]]:
+    """The page's anchors and messages, the longest first. NAME and … in a message stand for anything."""
+    page = next(page for page in _PAGES if page.is_file()).read_text(encoding="utf-8")
+    found = [(anchor, re.split("NAME|…", said)) for anchor, said in _ROW.findall(page, page.index("\n## Messages"))]
+    found.sort(key=lambda row: -sum(map(len, row[1])))
+    return [(anchor, re.compile(".*?".join(map(re.escape, filter(None, said))), re.DOTALL)) for anchor, said in found]
+
+
+def explained_at(message: str) -> str | None:
+    """The anchor of docs/errors.md that explains this message; None if there is none, or the page cannot be read."""
+    try:
+        return next((anchor for anchor, said in rows() if said.search(message)), None)
+    except (OSError, StopIteration):  # no descriptor may be free
+        return None
 
 
 def warn(sentence: str) -> None:
@@ -44,7 +68,8 @@ class HyTrainError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         public = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
-        self.add_note(f"docs/errors.md#{public.__name__.lower()} says more.")
+        anchor = explained_at(str(self)) if type(self) is public else None
+        self.add_note(f"docs/errors.md#{anchor or public.__name__.lower()} says more.")
 
 
 class ConfigError(HyTrainError, ValueError):

@@ -345,7 +345,7 @@ def described() -> str:
 def _contradictions(o: Options) -> Iterator[str]:
     """What to say of options that contradict each other."""
     if o.backend == "deepspeed" and o.algorithm.rules != ADAMW.rules:
-        yield 'backend "deepspeed" has AdamW and Adam alone: leave backend out'
+        yield 'backend "deepspeed" has only AdamW and Adam: leave backend out'
     if o.visit and (o.k is None or o.k + o.visit > 1.0):
         k = "auto" if o.k is None else o.k
         yield f"visit is {o.visit!r} with k={k}: give a number for k too, both 1 at most"

@@ -224,17 +224,18 @@ class Session(Site):
         """Raise `UsageError` if an unfrozen parameter got a gradient, but the model was not called since it was."""
         if any(p.grad is not None and id(p) not in _managed for of in self._others if (p := of()) is not None):
             raise UsageError(
-                "a parameter that was unfrozen has a gradient, but the model itself was not called since then: call it "
-                "between two steps, so that HyTrain sees it (opt.zero_grad() drops what was summed for this one)"
+                "a parameter that was unfrozen has a gradient, but the model itself has not been called since then: "
+                "call it between two steps, so that HyTrain sees it (opt.zero_grad() drops what was summed for this "
+                "one)"
             )
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
         if not 0 <= step < STEPS:
-            raise UsageError(f"opt.log({step}, …): steps are counted from 1, or from 0, and below 2**53")
+            raise UsageError(f"opt.log({step}, …): a step is a whole number from 0 on, below 2**53")
         if (nbytes := log_bytes(numbers)) > LOG_BYTES:
             raise UsageError(
                 f"opt.log({step}, …) with {len(numbers)} numbers takes {nbytes} bytes, above {LOG_BYTES}: a record is "
-                "a line of metrics.jsonl, so write what is this large into a file of your own"
+                "a line of metrics.jsonl, so write larger things into a file of your own"
             )
         finished = self.engine.steps
         place = self._numbers.place(step, finished, between=self.engine.between_steps)
@@ -314,7 +315,7 @@ class Session(Site):
         """End the engine. The run's processes can then serve another one."""
         unhook, self._unhook = self._unhook, lambda: None
         try:
-            self.engine.close(self.last_words)
+            self.engine.close(UsageError(self.last_words))
         finally:
             unhook()
             for known in self.parameters:

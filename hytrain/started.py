@@ -230,7 +230,7 @@ def _replace(new: StartedOptimizer, model: nn.Module) -> None:
         same = other._model is model and any(identity in given for ids in other._groups.ids for identity in ids)
         if same or session.trains(trained):
             session.last_words = (
-                "this optimizer is closed, as a newer one was made for parameters that it trained: use the newer "
-                "one, or give one optimizer all of them, in as many param_groups as wanted"
+                "this optimizer is closed, because a newer one was made for parameters that it trained: use the newer "
+                "one, or give all parameters to one optimizer, in as many param_groups as you like"
             )
             other.close()

@@ -51,6 +51,7 @@ from torch import nn
 
 from hytrain.algorithms import ADAMW
 from hytrain.build import build_layers
+from hytrain.errors import UsageError
 from hytrain.memory import visits
 from hytrain.memory.lending import Lending
 from hytrain.model.layers import ModelLayer, Piece
@@ -227,7 +228,7 @@ class Run:
         self.streams.drain()
         for known in self.world.by_address.values():
             require(holds(known.weights.numpy(), known.due), "I1: an update is missing at the end")
-        engine.close("closed")
+        engine.close(UsageError("closed"))
         require(not self.streams.pinned, "I2: memory is still pinned when all is closed")
 
     def evict(self) -> None:

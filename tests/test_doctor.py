@@ -159,7 +159,7 @@ def test_a_model_is_answered_first(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert doctor.main(["--model", "7B"]) == 0
     first, *_, advice = capsys.readouterr().out.splitlines()
     assert first.startswith("Yes: 7 B trains on this machine: not exact, with moments in bfloat16, about ")
-    assert "At most so many parameters fit" in advice
+    assert "The most parameters that fit" in advice
     monkeypatch.setattr(doctor, "examine", lambda asked: replace(MACHINE, gpu=None))
     assert doctor.main(["--model", "7B"]) == 0
     assert capsys.readouterr().out.startswith("No: torch sees no GPU here. --gpu and --ram answer for a machine")

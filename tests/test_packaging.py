@@ -39,6 +39,10 @@ for step in range(5):
     opt.zero_grad()
     losses.append(loss.item())
 assert losses[-1] < losses[0], losses
+try:
+    hytrain.AdamW(torch.nn.ReLU())
+except ValueError as refused:
+    assert "#model-without-trainable-parameters " in refused.__notes__[0], "the page of errors is in the wheel"
 assert "torch._dynamo" not in sys.modules, "importing torch's compiler takes more than a second"
 print(*sorted(role for role, _, _ in opt.processes()), flush=True)
 """

@@ -273,8 +273,8 @@ def _asks_for_all_of(opt: Adopted, asked: list[Tensor]) -> bool:
         return False
     if not found >= trained or any(p.grad is not None and id(p) not in trained for p in asked):
         raise UsageError(
-            "clip_grad_norm_ of some of the parameters that one optimizer of HyTrain trains, or of others with them: "
-            "HyTrain has clipped exactly its own by their common norm, so call clip_grad_norm_ once per optimizer, "
+            "clip_grad_norm_ got only some of the parameters of an optimizer of HyTrain, or others as well: HyTrain "
+            "has clipped exactly its own parameters by their common norm, so call clip_grad_norm_ once per optimizer, "
             "with all of its parameters"
         )
     return True
@@ -307,7 +307,7 @@ def adopt(
     Raises:
         UnsupportedError: HyTrain cannot follow a setting of the accelerator. Nothing has been started.
     """
-    refuse(accelerator)
+    check_settings(accelerator)
     adopted = Sharded if accelerator.is_fsdp2 else Adopted
     if accelerator.is_fsdp2 and not any(known is model for known in accelerator._models):
         param_groups = _shard(accelerator, model, param_groups)
@@ -353,11 +353,11 @@ def _with_parameter(entry: Any, other: Callable[[Any], Any]) -> Any:
     return (entry[0], other(entry[1])) if isinstance(entry, tuple) else other(entry)
 
 
-def refuse(accelerator: accelerate.Accelerator) -> None:
+def check_settings(accelerator: accelerate.Accelerator) -> None:
     """Raise `UnsupportedError` for settings under which HyTrain would train something else, or nothing."""
     state = accelerator.state
     if state.deepspeed_plugin is not None:
-        raise UnsupportedError("DeepSpeed has an optimizer of its own: leave its plugin out, or HyTrain")
+        raise UnsupportedError("DeepSpeed has an optimizer of its own: leave out its plugin or HyTrain")
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version != 2:
         raise UnsupportedError(
@@ -366,8 +366,8 @@ def refuse(accelerator: accelerate.Accelerator) -> None:
         )
     if plugin is not None and type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
         raise UnsupportedError(
-            "cpu_offload of the FSDP plugin beside HyTrain: leave it out, HyTrain offloads the optimizer's state by "
-            "itself"
+            "cpu_offload of the FSDP plugin with HyTrain: leave it out, because HyTrain itself offloads the "
+            "optimizer's state"
         )
     if not accelerator.is_fsdp2 and (
         accelerator.num_processes > 1 or accelerator.distributed_type != accelerate.DistributedType.NO

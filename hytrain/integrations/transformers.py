@@ -208,9 +208,9 @@ def _own_groups(
     known = {id(parameter) for parameter in model.parameters()}
     if any(p.requires_grad and id(p) not in known for group in made.param_groups for p in group["params"]):
         raise UnsupportedError(
-            f"{type(trainer).__name__} trains parameters that its model does not have, as a loss may have some. The "
-            "Trainer clips and drops the gradients of its model alone, so theirs add up, as with torch. Leave adopt "
-            "out, and pass optimizers=(hytrain.AdamW(parameters, …), None) to the Trainer; or freeze them"
+            f"{type(trainer).__name__} trains parameters that its model does not have (its loss may have some). The "
+            "Trainer clips and drops only the gradients of its model, so theirs add up, as with torch. Leave adopt "
+            "out and pass optimizers=(hytrain.AdamW(parameters, …), None) to the Trainer; or freeze them"
         )
     defaults = {name: option.default for name, option in inspect.signature(type(made)).parameters.items()} | given
     return [
@@ -240,7 +240,7 @@ def _refuse(trainer: Trainer) -> None:
         raise UnsupportedError("the Trainer has an optimizer already: adopt(trainer) makes it, from its arguments")
     if (update := OptimizerNames(args.optim)) not in ALGORITHMS:
         raise UnsupportedError(
-            f'optim="{update.value}" is another update: HyTrain has optim="adamw_torch", "sgd" and "lion_32bit"'
+            f'optim="{update.value}" is not supported: HyTrain has optim="adamw_torch", "sgd" and "lion_32bit"'
         )
     if args.optim_args and ALGORITHMS[update][0] is not hytrain.AdamW:  # for which the Trainer ignores them, too
         raise UnsupportedError(f"optim_args={args.optim_args!r}: pass them to adopt(trainer, …) as keywords")
@@ -261,4 +261,4 @@ def _refuse(trainer: Trainer) -> None:
         )
     if args.n_gpu > 1:
         raise UnsupportedError(f"DataParallel over {args.n_gpu} GPUs is not supported: set CUDA_VISIBLE_DEVICES=0")
-    accelerate.refuse(trainer.accelerator)
+    accelerate.check_settings(trainer.accelerator)

@@ -355,7 +355,9 @@ class Lending:
                 for borrower in [each for each in self.borrowers if each.loan is loan]:
                     borrower.tell(moved, into.memory)
             if not self.changed.wait_for(lambda: not self._silent(), min(NOTICE_S, ANSWER_S)):
-                _log.warning("a step waits for process %d, which uses weights that it would write", self._silent()[0])
+                _log.warning(
+                    "a step waits for process %d, which uses weights that the step would overwrite", self._silent()[0]
+                )
                 self.changed.wait_for(lambda: not self._silent(), ANSWER_S)
             if silent := self._silent():
                 raise UsageError(

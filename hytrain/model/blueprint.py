@@ -121,8 +121,8 @@ class Unmade(Tensor):
         in_place = name.endswith("_") and not name.endswith("__")
         if name in _WRITES or (in_place and name not in _NO_WRITES) or kwargs.get("out") is not None:
             raise UsageError(
-                f"{name} would be lost, since the tensor has no values yet: do that in the function that "
-                "hytrain.deferred_init is given, or after hytrain.AdamW is made"
+                f"{name} would be lost, because the tensor has no values yet: do it in the function that you give to "
+                "hytrain.deferred_init, or after hytrain.AdamW is made"
             )
         with torch._C.DisableTorchFunctionSubclass():
             results = func(*args, **kwargs)
@@ -227,7 +227,7 @@ class Blueprint:
         piece = Piece.of(fake)
         if piece.storage not in self._planned:
             if fake._backward_hooks or getattr(fake, "_post_accumulate_grad_hooks", None):
-                raise UnsupportedError(f"{name} has hooks: register them when hytrain.AdamW is made")
+                raise UnsupportedError(f"{name} has hooks: register them after hytrain.AdamW is made")
             parameter = nn.Parameter(_meta(fake), requires_grad=fake.requires_grad)
             parameter.__dict__.update((key, value) for key, value in vars(fake).items() if key not in _of_fakes())
             self._planned[piece.storage] = Planned(parameter, piece)
@@ -251,8 +251,9 @@ class Blueprint:
             for generator, left in last_states(other._calls).items():
                 if generator in first and torch.equal(first[generator], left):
                     raise UsageError(
-                        "another model without memory draws its random values before this one, but has not drawn them: "
-                        "build both in one deferred_init (nn.ModuleList), or call torch.manual_seed in between"
+                        "another model without memory has to draw its random values before this one, and has not drawn "
+                        "them yet: build both in one deferred_init (nn.ModuleList), or call torch.manual_seed between "
+                        "the two"
                     )
         if self._folder is not None:
             self._find(self._folder)
@@ -277,7 +278,7 @@ class Blueprint:
                 _require_shape(name, shape, self._planned[storage].piece.shape, files[name])
         missing = [self._planned[storage].names[0] for storage, name in found.items() if name is None]
         if missing and self._whole is None:
-            raise UsageError(f"no tensor {missing[0]!r} in {folder}, nor {len(missing) - 1} others of the model")
+            raise UsageError(f"{folder} lacks tensor {missing[0]!r} and {len(missing) - 1} others of the model")
         return None if missing else {storage: (files[name], name) for storage, name in found.items() if name}
 
     def make(self, deliver: Callable[[Planned, Read], None], device: torch.device | None = None) -> None:

@@ -24,7 +24,7 @@ SCALER: Final = (
     'or loss_scale="dynamic", and call opt.scale(loss).backward(), without a GradScaler'
 )
 
-_ADVICE: Final = {
+ADVICE: Final = {
     "change": 'pass updates="step" to hytrain.AdamW, or change gradients in a hook of your own (Tensor.register_hook) '
     "while backward runs; for a sum over n backwards, pass grad_accumulation=n",
     "clip": "gradient clipping after backward comes too late for HyTrain, which updates while backward runs: "
@@ -55,17 +55,17 @@ _WORDS: Final = (
 
 
 #: What reading it says where no operation sees it.
-CONSUMED: Final = f"a gradient that HyTrain has already consumed was read: {_ADVICE['read']}"
+CONSUMED: Final = f"a gradient that HyTrain has already consumed was read: {ADVICE['read']}"
 
 
 def _advice(operation: str, into_gradient: bool) -> str:
     """The advice for an operation. `into_gradient`: the operation would change the consumed gradient."""
     for key, word in _WORDS:
         if word in operation:
-            return _ADVICE[key]
+            return ADVICE[key]
     if operation.startswith("add") and torch._C._current_graph_task_id() != -1:
-        return _ADVICE["add"]
-    return _ADVICE["change" if into_gradient else "read"]
+        return ADVICE["add"]
+    return ADVICE["change" if into_gradient else "read"]
 
 
 def refuse(sentence: str) -> NoReturn:
@@ -154,8 +154,9 @@ def _only_reads(func: Any, args: Any, kwargs: Any, kind: type) -> bool:
 
 
 NO_STATE: Final = (
-    "opt.state is empty, as HyTrain keeps moments in planes of its own: read them in opt.state_dict(), change them "
-    "with opt.load_state_dict(), begin anew with a new optimizer, and keep what is yours in a dictionary of your own"
+    "opt.state is empty, because HyTrain keeps moments in memory of its own: read them with opt.state_dict(), change "
+    "them with opt.load_state_dict(), reset them by making the optimizer anew, and keep your own entries in a "
+    "dictionary of your own"
 )
 
 

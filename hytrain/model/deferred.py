@@ -188,8 +188,8 @@ class _Generators:
     def _require_no_return(self, state: Tensor, left: list[bytes]) -> None:
         if _bytes(state) in left[:-1]:
             raise UnsupportedError(
-                "the construction sets a random generator back to where it was in between (as fork_rng does), but its "
-                "numbers are drawn later: seed it before and after that in place of this"
+                "the construction restores an earlier state of a random generator (as fork_rng does), but its numbers "
+                "are drawn later: seed the generator before and after instead"
             )
 
 

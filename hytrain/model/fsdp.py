@@ -46,8 +46,8 @@ def param_groups(model: nn.Module) -> list[Any]:
             )
         if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
             raise UnsupportedError(
-                "fully_shard(offload_policy=CPUOffloadPolicy()) beside HyTrain: leave it out, HyTrain offloads the "
-                "optimizer's state by itself"
+                "fully_shard(offload_policy=CPUOffloadPolicy()) with HyTrain: leave the policy out, because HyTrain "
+                "itself offloads the optimizer's state"
             )
     return list(found.values())
 

@@ -54,8 +54,8 @@ T = TypeVar("T", bound="Reads | Uses | Backward | Engine")
 #: The attributes in which a module keeps its hooks.
 _KEPT_IN: Final = [name for name in vars(nn.Module()) if "_hooks" in name]
 _SCRIPTED: Final = (
-    "torch.jit.script of a model that HyTrain trains: TorchScript reads weights where nobody waits for their updates. "
-    "Script a copy, torch.jit.script(copy.deepcopy(model)), or the model itself after opt.close()"
+    "torch.jit.script of a model that HyTrain trains: TorchScript reads weights where HyTrain cannot wait for their "
+    "updates. Script a copy, torch.jit.script(copy.deepcopy(model)), or the model itself after opt.close()"
 )
 
 

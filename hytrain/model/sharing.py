@@ -88,15 +88,15 @@ def _why_not(rank: int, found: list[tuple[int, list[object], list[Part], set[int
     others = [other for other, (its_stage, *_) in enumerate(found) if its_stage == stage]
     if any(found[other][1] != whole for other in others):
         return UsageError(
-            "ranks have different models, or train other parameters of it, or with other values in param_groups: give "
-            "all ranks the same; the stages of a pipeline differ, so pass hytrain.AdamW(…, pipeline_group=…), the "
-            "process group of the stages"
+            "ranks have different models, train different parameters, or have different values in param_groups: give "
+            "all ranks the same. The stages of a pipeline differ, so pass their process group: hytrain.AdamW(…, "
+            "pipeline_group=…)"
         )
     if len(others) > 1 and not covered.issuperset(others):
         return UnsupportedError(
-            f"{len(others)} ranks have the model, but it is shared out over {len(covered) or 1}: apply fully_shard to "
+            f"{len(others)} ranks have the model, but it is sharded over {len(covered) or 1}: apply fully_shard to "
             "it (reshard_after_forward=False keeps whole weights on each rank between forward and backward, as "
-            "DistributedDataParallel does), or parallelize_module; of a pipeline, pass pipeline_group"
+            "DistributedDataParallel does), or parallelize_module; for a pipeline, pass pipeline_group"
         )
     return None
 

@@ -147,7 +147,7 @@ def _conversation(
             "file with a template there."
         )
     if not words.hf.is_fast:
-        raise ConfigError("is a conversation, which needs a tokenizer that tells the place of each token: a fast one.")
+        raise ConfigError("is a conversation, which needs a fast tokenizer: only those tell the place of each token.")
     if GENERATION.search(template):
         encoded = words.hf.apply_chat_template(
             messages,
@@ -182,9 +182,9 @@ def _answers(words: TextTokenizer, messages: Messages, first: int, whole: str, t
         after = _rendered(words, messages[: i + 1], tools)
         if not (whole.startswith(after) and after.startswith(before)):
             raise ConfigError(
-                "can't be learnt from, because the chat template renders the beginning of this conversation otherwise "
-                "than the whole; mark the answers in the template with {% generation %}, and name its file as "
-                "tokenizer.chat_template."
+                "can't be learnt from, because the chat template renders the beginning of this conversation "
+                "differently when more follows; mark the answers in the template with {% generation %}, and name its "
+                "file as tokenizer.chat_template."
             )
         yield len(before), len(after)
 
@@ -199,7 +199,7 @@ def _rendered(words: TextTokenizer, messages: Messages, tools: Any, add_generati
 def _messages(value: object) -> Messages:
     """Messages without the empty fields that tables give them."""
     if not isinstance(value, list) or not value:
-        raise ConfigError("has no list of messages where one belongs.")
+        raise ConfigError("has something else where a list of messages belongs.")
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError('has a message that is not of the form {"role": "user", "content": "text"}.')

@@ -263,9 +263,7 @@ class Activations:
             why = str(error)
         if not self._has_warned:
             self._has_warned = True
-            _log.warning(
-                "activations stay on the device: %s; with host_memory_limit, less of it is taken for state", why
-            )
+            _log.warning("activations stay on the device: %s; a lower host_memory_limit leaves them more", why)
         return False
 
     def _place(self, nbytes: int) -> int:

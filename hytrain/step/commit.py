@@ -34,8 +34,8 @@ from protocol.rules import Hyper
 
 _TOO_LATE: Final = (
     "the learning rate, or another value in opt.param_groups, was set between backward and step(), but the updates "
-    "began in backward, with the values of that time: set them before backward, or after opt.step(), as schedulers do "
-    'that step after the optimizer; or pass updates="step"'
+    "began in backward, with the earlier values: set them before backward, or after opt.step(), as schedulers do that "
+    'step after the optimizer; or pass updates="step"'
 )
 
 

@@ -381,16 +381,16 @@ class Engine:
             sentence += "; so are offloaded weights: give the child model.state_dict()"
         elif not whole:
             sentence = (
-                "this process was forked while updates were under way, which only its parent gets: opt.synchronize() "
-                "before forking, if the child is to use the model"
+                "this process was forked while updates were running, and only its parent gets them: call "
+                "opt.synchronize() before forking if the child uses the model"
             )
         error = UsageError(sentence)
         self._offload.end_in_child(error)
         self._health.end_in_child(error)
         return whole
 
-    def close(self, last_words: str) -> None:
-        """Wait for the last updates, then leave the run. After this, nothing works: all calls say `last_words`."""
+    def close(self, error: HyTrainError) -> None:
+        """Wait for the last updates, then leave the run. From then on, all calls raise `error`."""
         failure = self._health.failure
         if isinstance(failure, ClusterError):
             _log.warning("updates may be lost, so go on from a checkpoint: %s", failure)
@@ -402,7 +402,7 @@ class Engine:
                 if not isinstance(self._health.failure, ClusterError):  # or else there is nobody to tell
                     self._link.leave(lambda: self._boundary.rejoin(self._health.life.step))
             finally:
-                self._health.fail(UsageError(last_words))
+                self._health.fail(error)
                 self._link.close(self.release)
 
     def _end_last_step(self) -> None:

@@ -212,8 +212,8 @@ class Reads:
             raise UsageError(_TRACED_OFFLOADED)
         if not self.is_traced:
             _log.warning(
-                "torch.jit.trace has run the model, and may have made a copy that reads its weights where nobody waits "
-                "for their updates: from now on, step() waits for all of them. Trace copy.deepcopy(model) instead"
+                "torch.jit.trace has run the model, and may have made a copy that reads weights where HyTrain cannot "
+                "wait for their updates: from now on, step() waits for all updates. Trace copy.deepcopy(model) instead"
             )
         self.is_traced = True
 

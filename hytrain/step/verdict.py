@@ -239,8 +239,8 @@ class Verdicts:
             known.count -= known.step == last.step
         if self._on_nonfinite == "raise":
             raise NonFiniteGradients(
-                f"a gradient of step {last.step} was not finite: the step was left out, every bit of the state is as "
-                'before; look at the loss, or pass on_nonfinite="skip"'
+                f"a gradient of step {last.step} was not finite: the step was skipped, and no bit of the state has "
+                'changed. Look at the loss, or pass on_nonfinite="skip"'
             )
 
 

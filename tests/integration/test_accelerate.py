@@ -313,7 +313,7 @@ def test_clipping_of_another_model_is_accelerates() -> None:
     gradients = [parameter.grad for parameter in second.parameters() if parameter.grad is not None]
     assert float(torch.nn.utils.get_total_norm(gradients)) == pytest.approx(0.1, rel=1e-3)
     assert first_norm == accelerator.clip_grad_norm_([p for p in first.parameters() if p.requires_grad], 0.1)
-    refused = r"clip_grad_norm_ of some of the parameters that one optimizer of HyTrain trains, or of others with them"
+    refused = r"clip_grad_norm_ got only some of the parameters of an optimizer of HyTrain, or others as well"
     for parameters in (first[1].parameters(), [*first.parameters(), *second.parameters()]):
         with pytest.raises(UsageError, match=refused):
             accelerator.clip_grad_norm_(parameters, 0.1)

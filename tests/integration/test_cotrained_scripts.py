@@ -359,7 +359,7 @@ def test_what_no_cpu_trainer_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
             cotrain(opt, model[0], perceptron, LOSS, parts=PARTS)
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-        sentence = "sharded model: a CPU trainer needs all weights, and a rank has a part of them"
+        sentence = "sharded model: a CPU trainer needs all weights, and a rank has only a part of them"
         with pytest.raises(UnsupportedError, match=sentence):
             cotrain(opt, model, perceptron, LOSS, parts=PARTS)
         monkeypatch.undo()

@@ -226,7 +226,7 @@ def test_buffers_of_a_folder(prefix: str, tmp_path: Path) -> None:
 
 def test_a_folder_without_a_parameter_is_refused(tmp_path: Path) -> None:
     save_file({"0.0.weight": torch.zeros(32, 32)}, tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match=r"no tensor '0\.0\.bias' in .*, nor 6 others"):
+    with pytest.raises(UsageError, match=r"lacks tensor '0\.0\.bias' and 6 others"):
         hytrain.deferred_init(perceptron, weights=tmp_path)
 
 
@@ -291,7 +291,7 @@ def returns_to_a_state(model: nn.Module) -> None:
 REFUSED: dict[str, tuple[Callable[[Made], Any], str]] = {
     "reads a value": (lambda _: int(torch.rand(3).sum().item()), "reads a tensor's value"),
     "depends on values": (lambda _: len(torch.rand(3).nonzero()), "reads a tensor's value"),
-    "goes back to a state": (returns_to_a_state, "sets a random generator back"),
+    "goes back to a state": (returns_to_a_state, "restores an earlier state of a random generator"),
     "a parameter under another name": (
         lambda model: vars(model).update(other=model.weight),
         "shares memory with other",

@@ -338,7 +338,7 @@ def test_memory_that_has_run_out_is_named_and_not_tried_again(
         end = End(128 + signal.SIGKILL, Child("optimizer-0", killed, -1, tmp_path / "log", None, None))
         assert supervisor._report(end, Attempts(3, step=0, checkpoints=frozenset())) == refusal
         named = f"optimizer-0 (process {killed.pid}) was killed by SIGKILL"
-        reason = ": the kernel has killed a process for want of memory; the machine has 4.0 GiB" if refusal else ""
+        reason = ": the kernel killed a process because memory ran out; the machine has 4.0 GiB" if refusal else ""
         assert f"{named}{reason}; " in capsys.readouterr().err
     supervisor.close()
 

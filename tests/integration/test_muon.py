@@ -233,12 +233,12 @@ def test_a_group_that_comes_later_and_one_that_changes_its_algorithm() -> None:
         train(model, opt, range(2, 4), square_loss)
         kept = opt.state_dict()
         kept["param_groups"][2] = {**kept["param_groups"][2], "use_muon": True}
-        with pytest.raises(ConfigError, match="in the loaded state, use_muon of a parameter group has become another"):
+        with pytest.raises(ConfigError, match="in the loaded state, use_muon of a parameter group has changed"):
             opt.load_state_dict(
                 {**kept, "param_groups": [{**kept["param_groups"][0], **g} for g in kept["param_groups"]]}
             )
         opt.param_groups[0].update(use_muon=False, betas=(0.9, 0.99), maximize=False)
-        with pytest.raises(UsageError, match="use_muon of a parameter group has become another"):
+        with pytest.raises(UsageError, match="use_muon of a parameter group has changed"):
             train(model, opt, [4], square_loss)
 
 
@@ -251,7 +251,7 @@ def test_a_group_that_comes_later_and_one_that_changes_its_algorithm() -> None:
         ({"adjust_lr_fn": "spectral"}, 'adjust_lr_fn is \'spectral\': "original", "match_rms_adamw", or None'),
         ({"adamw": {"momentum": 0.9}}, "adamw has 'momentum': it takes lr, betas, eps, weight_decay, maximize"),
         ({"adamw": {"betas": (0.9, 1.0)}}, "lr, eps and weight_decay must not be negative, betas lie in"),
-        ({"backend": "deepspeed"}, 'backend "deepspeed" has AdamW and Adam alone'),
+        ({"backend": "deepspeed"}, 'backend "deepspeed" has only AdamW and Adam'),
     ],
     ids=str,
 )

@@ -172,7 +172,7 @@ def test_a_notebooks_cell_that_makes_the_optimizer_anew(k: float) -> None:
     *old, newest = found["outputs"]
     for opt in old:
         for use in (opt.step, opt.state_dict, opt.synchronize):
-            with pytest.raises(UsageError, match="closed, as a newer one was made for parameters that it trained"):
+            with pytest.raises(UsageError, match="closed, because a newer one was made for parameters that it trained"):
                 use()
     newest.close()
     assert differing(weights(found["model"]), weights(expected["model"])) == []
@@ -190,7 +190,7 @@ def test_a_newer_optimizer_for_some_of_the_parameters() -> None:
         train(model, outputs[-1], range(3), square_loss)
         train(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True), range(3), square_loss)
     for opt in outputs[:2]:
-        with pytest.raises(UsageError, match="closed, as a newer one"):
+        with pytest.raises(UsageError, match="closed, because a newer one"):
             opt.step()
     outputs[2].close()
     assert differing(weights(model), weights(twin)) == []

@@ -269,7 +269,7 @@ def test_a_notebooks_cell_is_run_again(kept: bool, tmp_path: Path) -> None:
         trainer.train()
     opt.close()
     if kept:
-        with pytest.raises(UsageError, match="closed, as a newer one was made"):
+        with pytest.raises(UsageError, match="closed, because a newer one was made"):
             opts[0].step()
 
 
@@ -580,12 +580,12 @@ def some(model: nn.Module) -> dict[str, Any]:
 
 #: (what the Trainer is made with, what `adopt` is given, the words that help)
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"optim": "adafactor"}, {}, 'optim="adafactor" is another update'),
+    ({"optim": "adafactor"}, {}, 'optim="adafactor" is not supported'),
     ({"optim": "sgd", "optim_args": "momentum=0.9"}, {}, "optim_args='momentum=0.9': pass them to adopt"),
     ({"model_init": gpt2}, {}, "model_init makes the model anew"),
     ({"kind": Adagrad}, {}, "Adagrad makes an optimizer of its own"),
     ({"kind": OwnSchedule}, {}, "OwnSchedule has its own create_optimizer_and_scheduler: split it into"),
-    ({"kind": WithLoss}, {}, "WithLoss trains parameters that its model does not have, as a loss may have some"),
+    ({"kind": WithLoss}, {}, "WithLoss trains parameters that its model does not have (its loss may have some)"),
     ({"kind": WithLoss}, {"param_groups": some}, "WithLoss trains parameters that its model does not have, as a loss"),
     ({}, {"param_groups": some}, "param_groups lack .*, which Trainer would train: add it, or freeze it"),
     ({}, {"max_grad_norm": 0.5}, "the Trainer clips to its own max_grad_norm: set TrainingArguments"),

@@ -23,7 +23,7 @@ from workers.coordinate.tracing import Tracing
 from workers.effects import Abort, Answer, Command, Note, Publish, Send, Write
 
 SAVES_ITSELF: Final = (
-    "this program has its own loop, which HyTrain cannot make save: recipes save on command, and so does a loop that "
+    "HyTrain cannot make this program's own loop save: recipes save on command, and so does a loop that "
     "calls opt.checkpoint_requested() after each step"
 )
 

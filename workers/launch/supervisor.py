@@ -148,7 +148,7 @@ class Supervisor:
             how = f"ranks have failed{at}"  # which ones, it has said
         is_worker = end.dead.life is not None
         if out_of_memory:
-            how += f": the kernel has killed a process for want of memory; {host.sizes()}"
+            how += f": the kernel killed a process because memory ran out; {host.sizes()}"
         if refusal is None:
             whence = saved.latest(self._recipe_in) if self._recipe_in is not None else None
             goes_on = f" from {whence}" if whence else " from the start" if is_recipe else ""

@@ -77,5 +77,5 @@ def _cause(record: dict[str, Any]) -> str:
     if busy_s is not None and busy_s >= BUSY * step_s:
         return "the CPU updates all the time: give it more cores, or find out what else runs on them"
     if record.get("visiting_layers") or record.get("offloaded_layers"):
-        return "the CPU is not always busy, so copies between host and GPU are what takes long"
+        return "the CPU is not always busy, so copies between host and GPU take the time"
     return "the CPU is not always busy, so its updates come late for another reason: look at a timeline"

@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     asked = parser.parse_args(argv)
     try:
         if asked.batch < 1 or asked.sequence < 1:
-            raise ConfigError("a step needs a sequence of a token: --batch and --sequence are at least 1")
+            raise ConfigError("--batch and --sequence must be at least 1")
         if asked.cpu:
             print(json.dumps(_measure_cpu(asked.cores, asked.threads)))
         else:
@@ -144,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
 def _told(asked: argparse.Namespace) -> str:
     """What is printed: the answer for a model, and the machine that was measured, or models on a described one."""
     if asked.gpu is None and asked.ram is not None:
-        raise ConfigError('--ram is for a machine that is described: name its GPU, too, as in --gpu "RTX 4090"')
+        raise ConfigError('--ram describes another machine: name its GPU, too, as in --gpu "RTX 4090"')
     machine = None if asked.gpu is not None else examine(asked)
     from workers.watch import fits
 
@@ -167,7 +167,7 @@ def _described(asked: argparse.Namespace) -> Host:
     from workers.watch import fits
 
     if asked.cores != "auto" and not asked.cores.isdecimal():
-        raise ConfigError(f"--cores {asked.cores}: with --gpu, the number of cores, such as 8")
+        raise ConfigError(f"--cores {asked.cores}: with --gpu, give the number of cores, such as 8")
     cores = len(os.sched_getaffinity(0)) if asked.cores == "auto" else int(asked.cores)
     ram = int(psutil.virtual_memory().total) if asked.ram is None else asked.ram
     host = fits.described(asked.gpu, ram, cores, PRECISIONS.values())
@@ -194,7 +194,9 @@ def examine(asked: argparse.Namespace) -> Machine:
     command += [] if asked.threads is None else ["--threads", str(asked.threads)]
     ran = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
     if ran.returncode:
-        raise ClusterError(f"the CPU's updates could not be measured: exit status {ran.returncode}, as told above")
+        raise ClusterError(
+            f"the CPU's updates could not be measured: exit status {ran.returncode}; the output above says why"
+        )
     measured = json.loads(ran.stdout)
     from hytrain.memory.capacity import host_bound
     from hytrain.run.environment import cpu_name
@@ -383,7 +385,7 @@ def _forecasts(host: Host, batch: int, sequence: int) -> str:
             "Where steps were measured, forecasts were 0.82 to 1.18 times as long as the steps. Full speed is that of "
             "forward\nand backward alone, on a GPU that could hold everything.",
             "Most tokens: the largest batch, with visits and offloaded weights.",
-            f"At most so many parameters fit, in bf16, without activations: {most}.",
+            f"The most parameters that fit, in bf16, without activations: {most}.",
         )
     )
 

@@ -63,7 +63,7 @@ def described(gpu: str, ram_bytes: int, cores: int, precisions: Iterable[Precisi
         known = f"did you mean {meant}?" if meant else f"known are {', '.join(gpus.GPUS)}"
         raise ConfigError(f'--gpu: there is no row for "{gpu}": {known}')
     if cores < 1:
-        raise ConfigError("--cores: with --gpu, the number of cores, such as 8")
+        raise ConfigError("--cores: with --gpu, give the number of cores, such as 8")
     row = gpus.GPUS[name]
     threads = affinity.part(tuple(range(cores)), None, "", 0, 1, trainer_cores=affinity.TRAINER_CORES).threads
     moved_bytes = {
@@ -181,7 +181,7 @@ class Answer:
         if self.fits is None:
             no = f"No: {self.shape.name} does not train on {self.host.name}"
             if remedy := "; or ".join(f"{size} GiB, {_how(precision)}" for precision, size in self.remedy()):
-                return f"{no} in any precision. Beside this GPU it takes {remedy}."
+                return f"{no} in any precision. With this GPU it needs {remedy}."
             return f"{no}, whose GPU has too little memory for steps of {self.batch} x {self.sequence} tokens."
         precision, found = self.fits
         step_s = found.step_s or found.work_s

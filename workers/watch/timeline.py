@@ -385,7 +385,7 @@ def _lines(rank: int, found: Shares, is_one_of_several: bool) -> Iterator[str]:
             "computing: a larger batch, torch.compile, or a faster core for the trainer."
         )
     elif not costly:
-        yield f"nothing takes {WORTH:.0%} of a step besides computing"
+        yield f"besides computing, nothing takes {WORTH:.0%} of a step"
 
 
 def _row(title: str, ms: float, found: Shares, more: str) -> str:

@@ -92,7 +92,7 @@ def train(
     """
     if recipe.lora is not None or recipe.train.compile is not None:
         raise UnsupportedError(
-            "co-training is not for lora, whose frozen weights are on the GPU alone, nor for train.compile"
+            "co-training supports neither lora, whose frozen weights are only on the GPU, nor train.compile"
         )
     with closing(Beside(cpu_parts)) as backward:
         return loop.train(recipe, run_dir, optimizer_factory, terminal=False, backward=backward)

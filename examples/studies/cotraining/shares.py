@@ -370,7 +370,7 @@ def require_shareable(opt: Optimizer, model: nn.Module) -> None:
     has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     if has_ranks or any(map(is_distributed, given)):
         raise UnsupportedError(
-            "cotrain() with a sharded model: a CPU trainer needs all weights, and a rank has a part of them"
+            "cotrain() with a sharded model: a CPU trainer needs all weights, and a rank has only a part of them"
         )
     if not {*map(id, given)} <= {*map(id, model.parameters())}:
         raise UnsupportedError("cotrain() with several modules: give the optimizer one module that has them")

@@ -52,14 +52,14 @@ class Told:
         changed = next(self._changed(copies), None)
         if changed is not None:
             raise UsageError(
-                f"{changed} has changed since cotrain() was called, of which the CPU trainer does not hear: close what "
+                f"{changed} has changed since cotrain() was called, and the CPU trainer does not know: close what "
                 "cotrain() returned, and call it again. A model whose forward writes buffers, as BatchNorm does, "
                 "cannot share its batches with the CPU"
             )
         if torch.is_autocast_enabled(device.type):
             raise UsageError(
-                "backward() is called under autocast, of which the CPU trainer does not hear: enter it in the function "
-                "that computes the loss"
+                "backward() is called under autocast, and the CPU trainer does not know: enter autocast in the "
+                "function that computes the loss"
             )
 
     def _changed(self, copies: Mapping[str, Tensor]) -> Iterator[str]:

@@ -56,8 +56,8 @@ def named(role: str, function: Callable[..., Any]) -> list[Any]:
         is_same = False
     if not is_same:
         raise ConfigError(
-            f"the arguments of {role}={name} in its functools.partial are {args} and {keywords}: numbers, strings, "
-            "lists and dictionaries with strings as keys can be sent to the CPU trainer"
+            f"the arguments of {role}={name} in its functools.partial are {args} and {keywords}: only numbers, "
+            "strings, lists and dictionaries with strings as keys can be sent to the CPU trainer"
         )
     return described
 
@@ -87,7 +87,7 @@ class Packed:
     def _described(self, part: Any, where: str) -> dict[str, Any]:
         if isinstance(part, Tensor):
             if not is_plain(part):
-                raise UnsupportedError(f"{where} is a tensor that is not dense: make it one for the CPU trainer")
+                raise UnsupportedError(f"{where} is a tensor that is not dense: make it dense for the CPU trainer")
             self._tensors.append(part.detach())
             return {"tensor": [str(part.dtype).removeprefix("torch."), list(part.shape)]}
         if isinstance(part, Mapping) and all(isinstance(key, str) for key in part):
@@ -98,8 +98,8 @@ class Packed:
         if part is None or isinstance(part, bool | int | float | str):
             return {"value": part}
         raise UnsupportedError(
-            f"{where} is of {type(part).__name__}: tensors, numbers, strings, and lists, tuples and dictionaries (with "
-            "strings as keys) of them can be sent to the CPU trainer"
+            f"{where} is of {type(part).__name__}: only tensors, numbers, strings, and lists, tuples and dictionaries "
+            "(with strings as keys) of them can be sent to the CPU trainer"
         )
 
     def write(self, mapping: arena.Mapping, at: int) -> None:
