@@ -188,7 +188,7 @@ class Options:
     speculate: bool | None = _option(
         None,
         "whether the CPU updates before the norm is known, and undoes the update if it was wrong; `None` lets the "
-        "coordinator decide by measurement, and waits with Muon",
+        "coordinator decide by measurement; with Muon, it waits",
         _checked(lambda given: given is None or isinstance(given, bool), "{} is {!r}: True, False or None"),
     )
     loss_scale: float | str | None = _option(
@@ -203,8 +203,8 @@ class Options:
     )
     visit: float | None = _option(
         0.0,
-        "the fraction of the parameters whose state visits the GPU, which updates them: a number with a number "
-        'for `k`, or `"auto"` with `k="auto"`, which lets the planner choose both',
+        "the fraction of the parameters whose state rests in host memory and visits the GPU, which updates them: a number "
+        'if `k` is one, or `"auto"` with `k="auto"`: then the planner chooses both',
         _fraction,
     )
     offload_weights: float | None = _option(

@@ -1,7 +1,8 @@
-"""The commands of all pages: their programs, options, recipe keys and targets exist.
+"""The commands of all pages: their programs, options, recipe keys and targets exist, and what needs a GPU is marked.
 
-The demo, recipes, scripts and studies run in tests of their own (`test_examples`, `test_hf_examples`, `test_studies`,
-`integration/test_chat_recipe`). What needs a GPU, hours or another program is only read here.
+A mark is a comment, at the command or above it, that says "needs a GPU" or how many. What takes seconds runs here. The
+demo, recipes, scripts and studies run in tests of their own (`test_examples`, `test_hf_examples`, `test_studies`,
+`integration/test_chat_recipe`), as do monitors. What needs a GPU, hours or another program is only read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from integration.programs import environment, run
 
 from hytrain.errors import ConfigError
 from hytrain.recipe import config
@@ -37,22 +39,48 @@ BLOCK = re.compile(r"^```(?:sh\n(.*?)|\n(\$ .*?))^```", re.MULTILINE | re.DOTALL
 OWN = ("script.py", "train.py", "RECIPE.yaml", "mine.yaml")
 #: Programs of others, and lines of a shell.
 OTHERS = {"torchrun", "sbatch", "docker", "apptainer", "export", "if", "exit"}
+MARK = re.compile(r"#.*\bneeds? (?:a GPU|\w+ GPUs)")
+MAKEFILE = (ROOT / "Makefile").read_text()
+#: Commands that run here, by words of them, and their exit status.
+QUICK = {"--dry-run": 0, "--list": 0, "hytrain-cluster init": 0, "doctor --gpu": 0, "train.stesp": 2}
 
 
-def commands() -> Iterator[Any]:
+def commands() -> Iterator[tuple[str, list[str], bool]]:
+    """Page, words, and whether it is marked, of each."""
     for page in sorted(PAGES):
         for whole, shown in BLOCK.findall(page.read_text()):
             lines = whole or "\n".join(line[2:] for line in shown.splitlines() if line.startswith("$ "))
+            above = ""  # the comment over a command and those that follow without an empty line
             for line in lines.replace("\\\n", "").splitlines():
+                above = line if line.startswith("#") else above if line else ""
                 words = shlex.split(line, comments=True)
                 while words and "=" in words[0]:  # a variable
                     words.pop(0)
                 if words and words[0] not in OTHERS:
-                    yield pytest.param(words, id=f"{page.stem}: {' '.join(words)[:60]}")
+                    yield page.stem, words, any(map(MARK.search, (above, line)))
+
+
+COMMANDS = [pytest.param(words, marked, id=f"{page}: {' '.join(words)[:60]}") for page, words, marked in commands()]
+RUN = [
+    pytest.param(words, status, id=" ".join(words))
+    for words in map(shlex.split, sorted({shlex.join(words) for _, words, _ in commands()}))
+    for part, status in QUICK.items()
+    if part in " ".join(words) and "hytrain-monitor" not in words[0]
+]
+
+
+def made_on_a_gpu(target: str) -> bool:
+    """Whether a target of the Makefile runs what needs one."""
+    [body] = re.findall(rf"^{target}:.*\n((?:\t.*\n)*)", MAKEFILE, re.MULTILINE)
+    return "-m gpu" in body or ("benchmarks.suite" in body and "--device cpu" not in body)
 
 
 class Parsed(Exception):
-    """The arguments are those of the program."""
+    """The arguments are those of the program: with the device that it, or its recipe, trains on, if one is named."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__(device)
+        self.device = device
 
 
 @pytest.fixture(autouse=True)
@@ -63,11 +91,12 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         found = parse(parser, *given, **more)
         if parser.prog in ("hytrain-cluster", "hytrain-cluster RECIPE.yaml"):  # it parses twice
             return found
-        raise Parsed
+        if recipe := getattr(found, "recipe", None):
+            raise Parsed(config.load(recipe, getattr(found, "overrides", [])).train.device)
+        raise Parsed(None if getattr(found, "list", False) else getattr(found, "device", None))
 
     def run_recipe(path: Path, arguments: argparse.Namespace) -> int:
-        config.load(path, arguments.set)
-        raise Parsed
+        raise Parsed(None if arguments.dry_run else config.load(path, arguments.set).train.device)
 
     def run_program(command: list[str], name: str, arguments: argparse.Namespace) -> int:
         raise Parsed
@@ -89,20 +118,24 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("words", [*commands()])
-def test_a_command_is_one(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("words", "marked"), COMMANDS)
+def test_a_command_is_one_and_marked_if_it_needs_a_gpu(
+    words: list[str], marked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, *arguments = words
     name = Path(program).name
     if name == "make":
-        targets = re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert arguments[0] in " ".join(targets).split()
+        targets = re.findall(r"^\.PHONY: (.*)", MAKEFILE, re.MULTILINE)
+        assert arguments[0] in " ".join(targets).split() and marked is made_on_a_gpu(arguments[0])
     elif name == "hytrain-cluster":
-        with pytest.raises(ConfigError if "train.stesp=5" in arguments else Parsed):
+        with pytest.raises(ConfigError if "train.stesp=5" in arguments else Parsed) as read:
             launcher._run(launcher._parse(arguments))
+        assert marked is (getattr(read.value, "device", None) == "cuda")
     elif name == "hytrain-monitor":
         own = {"report": report.main, "trace": timeline.main}.get(arguments[0] if arguments else "")
         with pytest.raises(Parsed):
             own(arguments[1:]) if own else monitor._parse(arguments)
+        assert not marked
     else:
         assert name == "python"
         if arguments[0] != "-m":
@@ -112,5 +145,17 @@ def test_a_command_is_one(words: list[str], monkeypatch: pytest.MonkeyPatch) -> 
         else:
             monkeypatch.setattr(sys, "argv", arguments[1:])
             monkeypatch.delitem(sys.modules, arguments[1], raising=False)
-            with pytest.raises(Parsed):
+            with pytest.raises(Parsed) as parsed:
                 runpy.run_module(arguments[1], run_name="__main__")
+            assert marked is (parsed.value.device == "cuda")
+
+
+@pytest.mark.spawns
+@pytest.mark.parametrize(("words", "status"), RUN)
+def test_a_command_that_takes_seconds_runs(words: list[str], status: int, tmp_path: Path) -> None:
+    program, *arguments = words
+    command = (
+        [sys.executable, *arguments] if Path(program).name == "python" else [sys.executable, ROOT / program, *words[1:]]
+    )
+    ran = run(*command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)))
+    assert ran.returncode == status, ran.stdout + ran.stderr

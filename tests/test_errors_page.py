@@ -66,8 +66,8 @@ def test_each_message_of_the_page_is_in_the_code() -> None:
     ("message", "anchor"),
     [
         ("rank 1: blocks.0.weight makes sparse gradients: construct it with sparse=False", "sparse-embeddings"),
-        ("betas in opt.param_groups are (1, 1): they lie in [0, 1)", "betas-of-1-or-more-in-opt-param-groups"),
-        ("opt.save between backward and step(): call it after opt.step()", "add-param-group-opt-park-or-the-like"),
+        ("betas in opt.param_groups are (1, 1): they lie in [0, 1)", "param-groups-betas"),
+        ("opt.save between backward and step(): call it after opt.step()", "middle-of-a-step"),
     ],
 )
 def test_the_longest_message_that_fits_is_meant(message: str, anchor: str) -> None:

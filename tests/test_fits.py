@@ -53,7 +53,7 @@ def test_how_much_memory_would_do() -> None:
     """The least size of memory with which it does fit; none if the GPU is too small for a step."""
     told = of("33B")
     [exact, rough] = [
-        int(part.split(" GiB")[0].split()[-1]) for part in told.verdict().split(" it takes ")[1].split(";")
+        int(part.split(" GiB")[0].split()[-1]) for part in told.verdict().split(" it needs ")[1].split(";")
     ]
     assert told.verdict().startswith("No: 33 B does not train on an RTX 4090") and rough < exact and told.paste() == ""
     for size, precision in ((exact, EXACT), (rough, PRECISIONS[-1])):
