@@ -203,8 +203,8 @@ class Options:
     )
     visit: float | None = _option(
         0.0,
-        "the fraction of the parameters whose state rests in host memory and visits the GPU, which updates them: a number "
-        'if `k` is one, or `"auto"` with `k="auto"`: then the planner chooses both',
+        "the fraction of the parameters whose state rests in host memory and visits the GPU, which updates them: a "
+        'number if `k` is one, or `"auto"` with `k="auto"`: then the planner chooses both',
         _fraction,
     )
     offload_weights: float | None = _option(

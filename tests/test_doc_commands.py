@@ -62,7 +62,7 @@ def commands() -> Iterator[tuple[str, list[str], bool]]:
 
 COMMANDS = [pytest.param(words, marked, id=f"{page}: {' '.join(words)[:60]}") for page, words, marked in commands()]
 RUN = [
-    pytest.param(words, status, id=" ".join(words))
+    pytest.param(words, status, id=" ".join(words), marks=[pytest.mark.slow] if part == "--dry-run" else [])
     for words in map(shlex.split, sorted({shlex.join(words) for _, words, _ in commands()}))
     for part, status in QUICK.items()
     if part in " ".join(words) and "hytrain-monitor" not in words[0]

@@ -132,7 +132,7 @@ def test_impossible_models_are_one_sentence(fields: dict[str, Any], vocab_size: 
 def test_fields_that_do_not_fit_together_are_one_sentence(fields: dict[str, Any]) -> None:
     """The one raises when the model is made, the other in its first forward."""
     wanted = config.Model(config=fields)
-    with pytest.raises(ConfigError, match=rf"model\.config makes no {fields['model_type']} that works: ") as caught:
+    with pytest.raises(ConfigError, match=rf"model\.config makes no working {fields['model_type']}: ") as caught:
         hf = model.configuration(wanted, 256, 64)
         model.try_out(model.build(wanted, hf, CPU), hf, 64)
     assert "\n" not in str(caught.value)

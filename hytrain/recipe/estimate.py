@@ -134,7 +134,7 @@ class Estimate:
             least = gib(min(need.trainer for need in needs))
             return (
                 f"It fits this machine's host memory, {how}, with any of: {named['on the host']}. There is no GPU "
-                f"here: it takes one with {least} and room for activations."
+                f"here: it needs one with {least} and room for activations."
             )
         host, gpu = (min(each) for each in zip(*((need.host, need.trainer) for need in self.needs if need.k < 1)))
         return (

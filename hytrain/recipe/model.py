@@ -160,7 +160,7 @@ def _refused(hf: Any) -> Iterator[None]:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"model.config makes no {hf.model_type} that works: {reason}") from None
+        raise ConfigError(f"model.config makes no working {hf.model_type}: {reason}") from None
 
 
 def compile_blocks(model: nn.Module, where: torch.device) -> None:
