@@ -154,8 +154,6 @@ def test_a_command_is_one_and_marked_if_it_needs_a_gpu(
 @pytest.mark.parametrize(("words", "status"), RUN)
 def test_a_command_that_takes_seconds_runs(words: list[str], status: int, tmp_path: Path) -> None:
     program, *arguments = words
-    command = (
-        [sys.executable, *arguments] if Path(program).name == "python" else [sys.executable, ROOT / program, *words[1:]]
-    )
-    ran = run(*command, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)))
+    script = [] if Path(program).name == "python" else [ROOT / program]
+    ran = run(sys.executable, *script, *arguments, cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)))
     assert ran.returncode == status, ran.stdout + ran.stderr

@@ -110,9 +110,9 @@ def test_a_sample_begins_as_an_answer_and_ends_as_one() -> None:
     ("row", "template", "part"),
     [
         ({"messages": TALK}, None, "tokenizer.chat_template: chatml"),
-        ({"messages": TALK}, FORGETFUL, "renders the beginning of this conversation otherwise"),
+        ({"messages": TALK}, FORGETFUL, "renders the beginning of this conversation differently"),
         ({"messages": TALK}, "{{ raise_exception('No system role.') }}", "No system role"),
-        ({"messages": "hello"}, PLAIN, "no list of messages"),
+        ({"messages": "hello"}, PLAIN, "something else where a list of messages belongs"),
         ({"messages": [{"from": "human", "value": "hello"}]}, PLAIN, "of the form"),
         ({"messages": [{"role": "user", "content": 3}]}, PLAIN, "content is not a text"),
         ({"prompt": "a", "completion": TALK}, PLAIN, "the columns prompt, completion, but"),

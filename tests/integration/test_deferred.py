@@ -313,7 +313,7 @@ def test_two_models_do_not_draw_the_same_numbers() -> None:
     """Nor does what is drawn while one waits."""
     torch.manual_seed(3)
     first = hytrain.deferred_init(lambda: nn.Linear(4, 4))
-    with pytest.raises(UsageError, match="another model without memory draws"):
+    with pytest.raises(UsageError, match="another model without memory has to draw"):
         hytrain.deferred_init(lambda: nn.Linear(4, 4))
     between = nn.Linear(4, 4)
     torch.manual_seed(4)
@@ -373,7 +373,7 @@ WRITES: dict[str, Callable[[Odd], Any]] = {
 def test_what_would_be_lost_is_refused(write: str) -> None:
     """Values are made later, so nothing can be written into them now."""
     model = hytrain.deferred_init(Odd)
-    with torch.no_grad(), pytest.raises(UsageError, match="hytrain.deferred_init is given"):
+    with torch.no_grad(), pytest.raises(UsageError, match="that you give to hytrain.deferred_init"):
         WRITES[write](model)
 
 

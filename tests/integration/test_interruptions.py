@@ -72,7 +72,7 @@ def test_another_thread_is_refused_in_backward_and_harms_nothing() -> None:
         handle.remove()
 
     same_as_torch(run, k=0.5)
-    assert len(said) == 4 and "goes on in another thread" in str(said[0])
+    assert len(said) == 4 and "still running in another thread" in str(said[0])
 
 
 def test_waiting_in_backward_for_what_comes_after_it_is_refused() -> None:

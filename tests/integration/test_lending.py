@@ -330,7 +330,7 @@ def test_a_borrower_that_is_stopped_is_waited_for(
                     train(model, opt, range(1, 3), square_loss)
                 opt.zero_grad()
         assert digests(model) == then
-        said = f"a step waits for process {attached.pid}, which uses weights that it would write"
+        said = f"a step waits for process {attached.pid}, which uses weights that the step would overwrite"
         assert [record.getMessage() for record in caplog.records].count(said) == 2
         attached.process.send_signal(signal.SIGCONT)
         train(model, opt, range(1, 3), square_loss)

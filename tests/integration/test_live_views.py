@@ -171,7 +171,7 @@ def test_a_mistake_in_logging_costs_no_training() -> None:
         train(model, opt, range(2), square_loss)
         coordinator = process(opt, "coordinator").pid
         for step in (-1, 2**53, 2**64):
-            with pytest.raises(UsageError, match="steps are counted from"):
+            with pytest.raises(UsageError, match="a step is a whole number from"):
                 opt.log(step, loss=1.0)
         with pytest.raises(UsageError, match="with 2 numbers takes 6291490 bytes, above 4194304"):
             opt.log(2, **{f"{name}{third}": 1.0 for name in "ab"})

@@ -178,7 +178,7 @@ def test_only_where_the_model_is_called() -> None:
     with adamw(model) as opt:
         model[2:].requires_grad_(True)
         model[2](torch.ones(32)).sum().backward()
-        with pytest.raises(UsageError, match="the model itself was not called"):
+        with pytest.raises(UsageError, match="the model itself has not been called"):
             opt.step()
 
 

@@ -586,7 +586,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"kind": Adagrad}, {}, "Adagrad makes an optimizer of its own"),
     ({"kind": OwnSchedule}, {}, "OwnSchedule has its own create_optimizer_and_scheduler: split it into"),
     ({"kind": WithLoss}, {}, "WithLoss trains parameters that its model does not have .its loss may have some"),
-    ({"kind": WithLoss}, {"param_groups": some}, "WithLoss trains parameters that its model does not have, as a loss"),
+    ({"kind": WithLoss}, {"param_groups": some}, "WithLoss trains parameters that its model does not have .its loss"),
     ({}, {"param_groups": some}, "param_groups lack .*, which Trainer would train: add it, or freeze it"),
     ({}, {"max_grad_norm": 0.5}, "the Trainer clips to its own max_grad_norm: set TrainingArguments"),
     ({}, {"loss_scale": "dynamic"}, "the Trainer calls backward by itself"),
