@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -520,6 +521,7 @@ def test_the_load_of_a_core_is_since_the_last_look(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(psutil, "cpu_percent", lambda percpu: percents.pop(0))
     pids = {"launcher_pid": os.getpid(), "coordinator_pid": os.getpid(), "optimizer_pids": ()}
     looking = observer.Observer(Cluster(run_name="", run_dir="", socket_dir="", token="", **pids))
+    monkeypatch.setattr(observer, "LOOK_S", math.inf)
     assert looking.look(status()).loads == ()
     monkeypatch.setattr(observer, "LOOK_S", 0.0)
     assert looking.look(status()).loads == ()
