@@ -37,7 +37,7 @@ _ROW: Final = re.compile(r'^(?:\||###) <span id="([\w-]+)"></span>(?:.* \| )?(.+
 
 
 @cache
-def rows() -> list[tuple[str, re.Pattern[str]]]:
+def _rows() -> list[tuple[str, re.Pattern[str]]]:
     """The page's anchors and messages, the longest first. NAME and … in a message stand for anything."""
     page = next(page for page in _PAGES if page.is_file()).read_text(encoding="utf-8")
     found = [(anchor, re.split("NAME|…", said)) for anchor, said in _ROW.findall(page, page.index("\n## Messages"))]
@@ -45,10 +45,10 @@ def rows() -> list[tuple[str, re.Pattern[str]]]:
     return [(anchor, re.compile(".*?".join(map(re.escape, filter(None, said))), re.DOTALL)) for anchor, said in found]
 
 
-def explained_at(message: str) -> str | None:
+def _explained_at(message: str) -> str | None:
     """The anchor of docs/errors.md that explains this message; None if there is none, or the page cannot be read."""
     try:
-        return next((anchor for anchor, said in rows() if said.search(message)), None)
+        return next((anchor for anchor, said in _rows() if said.search(message)), None)
     except (OSError, StopIteration):  # no descriptor may be free
         return None
 
@@ -68,7 +68,7 @@ class HyTrainError(Exception):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         public = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
-        anchor = explained_at(str(self)) if type(self) is public else None
+        anchor = _explained_at(str(self)) if type(self) is public else None
         self.add_note(f"docs/errors.md#{anchor or public.__name__.lower()} says more.")
 
 

@@ -52,12 +52,12 @@ def test_each_refusal_has_an_anchor() -> None:
         f"mul on a gradient that HyTrain has already consumed: {way}": key for key, way in consumed.ADVICE.items()
     }
     assert sentences.unknown == set() and len(given) > 130
-    assert {where: sentence for sentence, where in given.items() if errors.explained_at(sentence) is None} == {}
+    assert {where: sentence for sentence, where in given.items() if errors._explained_at(sentence) is None} == {}
 
 
 def test_each_message_of_the_page_is_in_the_code() -> None:
     texts = {text_of(node) or "" for file in FILES for node in ast.walk(ast.parse(file.read_text()))}
-    assert [anchor for anchor, said in errors.rows() if not any(map(said.search, texts))] == []
+    assert [anchor for anchor, said in errors._rows() if not any(map(said.search, texts))] == []
     anchors = re.findall(r'<span id="([\w-]+)">', PAGE)
     assert len(anchors) == len(set(anchors)) > 200
 
@@ -84,8 +84,8 @@ def test_without_the_page_the_class_is_named(monkeypatch: pytest.MonkeyPatch, tm
     """As where no descriptor is left to read it."""
     sentence = "embedding makes sparse gradients: construct it with sparse=False"
     monkeypatch.setattr(errors, "_PAGES", (tmp_path / "errors.md",))
-    errors.rows.cache_clear()
+    errors._rows.cache_clear()
     assert anchor_of(errors.UnsupportedError(sentence)) == "unsupportederror"
     shutil.copy(ROOT / "docs/errors.md", tmp_path)
     assert anchor_of(errors.UnsupportedError(sentence)) == "sparse-embeddings"
-    errors.rows.cache_clear()
+    errors._rows.cache_clear()
