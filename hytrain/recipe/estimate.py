@@ -30,7 +30,9 @@ from hytrain.recipe import adapters, config, tokenizer
 from hytrain.recipe import model as models
 from hytrain.recipe.config import Recipe
 from hytrain.step.offload import SLOTS
-from protocol.handles import DTYPE_BYTES, EXACT, SHARED_PLANES, Precision, bank_plane
+from protocol import handles
+from protocol.handles import DTYPE_BYTES, EXACT, SHARED_PLANES, Precision, plane_dtype
+from protocol.messages import Segment
 from protocol.placement import CPU, GPU, VISIT, Placement
 from protocol.sizes import is_on_gpu, is_on_host
 
@@ -284,17 +286,11 @@ def planes_of(
     *,
     second_bank: bool = False,
 ) -> dict[str, int]:
-    """Bytes per trainable parameter, by plane, of a layer in this dtype, under this rule.
-
-    `remainder` is half of the fp32 master for bf16, all of it for fp16.
-    """
-    weight = 4 if dtype == "float32" else 2
-    gradient = {"auto": weight, "bfloat16": 2, "float32": 4}[gradient_dtype if dtype == "float32" else "auto"]
-    of_state = {name: DTYPE_BYTES[of] for name, of in precision.planes(dtype, rule).items()}
-    nbytes = {"grads": gradient, "weights": weight, **of_state}
-    if second_bank:
-        nbytes |= {bank_plane(plane, 1): nbytes[plane] for plane in ("weights", *of_state)}
-    return nbytes
+    """Bytes per trainable parameter, by plane, of a layer in this dtype, under this rule."""
+    grads = dtype if gradient_dtype == "auto" or dtype != "float32" else gradient_dtype
+    one = Segment(name="one", numel=1, dtype=dtype, grads_dtype=grads, group=0, rule=rule, **precision._asdict())
+    dtypes = {plane: plane_dtype(plane, one) for plane in handles.planes_of(1 + second_bank)}
+    return {plane: DTYPE_BYTES[its] for plane, its in dtypes.items() if its is not None}
 
 
 def _is_shared(plane: str) -> bool:
