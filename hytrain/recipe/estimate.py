@@ -92,8 +92,12 @@ class Estimate:
         ranks = math.prod(self.ranks.values())
         host = max(n.host for n in self.needs)
         mesh = " x ".join(f"{name} {size}" for name, size in self.ranks.items() if size > 1)
+        batches = {n: self.largest_batch(n) for n in self.needs}
+        is_known = None not in batches.values()
+        most = [f"largest batch, of {self.length:,} tokens"] if is_known else []
         needs = [
-            (n.name, *map(gib, (n.optimizer, n.shared, n.host, n.trainer)), self.fits(n), *self._largest(n))
+            (n.name, *map(gib, (n.optimizer, n.shared, n.host, n.trainer)), self.fits(n))
+            + ((f"{(batches[n] or 0) // self.length:,}",) if is_known else ())
             for n in sorted(self.needs, key=lambda n: (n.k, n.offloaded, n.visits))
         ]
         free = ", the trainer's part included"
@@ -107,7 +111,7 @@ class Estimate:
             table(heads, rows),
             "(bytes per parameter)",
             "",
-            table(("k", "optimizer", "shared planes", "host planes", trainer, "fits now", *self._largest()), needs),
+            table(("k", "optimizer", "shared planes", "host planes", trainer, "fits now", *most), needs),
             *([f"(of each rank; all {ranks} ranks, {mesh}: host planes {gib(ranks * host)})"] if ranks > 1 else []),
             f"Free now: host {gib(self.free_host)}{free}.",
             "Activations, gradients in flight and the libraries themselves come on top.",
@@ -168,15 +172,6 @@ class Estimate:
             return None
         margin = int(GPU_MARGIN * free) if self.device == "GPU" else 0
         return self.step.most_tokens(free - margin - need.trainer) if self.fits(need) == "yes" else 0
-
-    def _largest(self, need: Need | None = None) -> tuple[str, ...]:
-        """A cell of the table, or its head; neither where no batch is known."""
-        tokens = [self.largest_batch(one) for one in (self.needs if need is None else (need,))]
-        if None in tokens:
-            return ()
-        if need is None:
-            return (f"largest batch, of {self.length:,} tokens",)
-        return (f"{int(tokens[0] or 0) // self.length:,}",)
 
     def _of_activations(self) -> list[str]:
         if self.activations is None:
