@@ -22,10 +22,11 @@ import math
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, Self
 
-from workers.watch.timeline import Interval, gaps, union
+from workers.watch.timeline import Interval, union
 
 TURNAROUND_US: Final = 5.0
 CAUSES: Final = ("weights", "launch", "turnaround", "copies", "other")
@@ -60,6 +61,11 @@ class Trace:
         trace.kernels += [(start, end, launches.get(of, -math.inf)) for start, end, of in works]
         trace.kernels.sort()
         return trace
+
+
+def gaps(busy: Iterable[Interval]) -> list[Interval]:
+    """What lies between disjoint, ordered intervals."""
+    return [(before[1], after[0]) for before, after in pairwise(busy)]
 
 
 def idle_shares(trace: Trace) -> dict[str, float]:

@@ -233,7 +233,7 @@ def test_no_pure_module_brings_torch() -> None:
         ("workers/launch/launcher.py", "from workers.coordinate import fleet"),
         ("workers/coordinate/coordinator.py", "def late():\n    import workers.optimize.arenas"),
         ("workers/run_folder.py", "from workers.launch.output import say"),
-        ("workers/planning/planning.py", "from workers.coordinate.records import Late"),
+        ("workers/planning/planning.py", "from workers.coordinate.records import Records"),
         ("workers/optimize/optimizer.py", "from pickle import loads"),
         ("workers/optimize/optimizer.py", "import torch.multiprocessing"),
         ("workers/train/trainer.py", "exec(text)"),

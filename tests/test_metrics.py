@@ -14,14 +14,15 @@ import pytest
 from hytrain.step.numbers import StepNumbers
 from protocol import messages as m
 from workers.coordinate.metrics_file import BLOCK_BYTES, MetricsFile
-from workers.coordinate.records import LOG_PATIENCE_STEPS, Late, Records
+from workers.coordinate.records import LOG_PATIENCE_STEPS, Records
+from workers.effects import Amend
 
 
 class Training:
     """One process that trains: the way from `step()` and `opt.log` to the file, without the processes between."""
 
     def __init__(self, path: Path, restored: int | None = None) -> None:
-        self.finished, self.numbers, self.records, self.file = 0, StepNumbers(), Records(), MetricsFile(path)
+        self.finished, self.numbers, self.records, self.file = 0, StepNumbers(), Records(0), MetricsFile(path)
         self.between, self.made = True, 0
         if restored is not None:
             self.load(restored)
@@ -45,10 +46,10 @@ class Training:
 
     def _write(self, lines: Any) -> None:
         for line in lines:
-            if isinstance(line, Late):
+            if isinstance(line, Amend):
                 self.file.amend(line.step, line.numbers)
             else:
-                self.file.append(line)
+                self.file.append(line.line)
 
     def close(self) -> int:
         self._write(self.records.close())

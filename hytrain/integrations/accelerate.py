@@ -97,18 +97,6 @@ class Adopted(Optimizer):
         with torch.no_grad(), unwatched():
             return self._engine.norm_before_step()
 
-    def trains(self, model: object) -> bool:
-        """Whether it was made for this model."""
-        return self._model is model
-
-    def follow(self, gradients: accelerate.state.GradientState) -> None:
-        """Let Accelerate decide which backwards only accumulate. The number may differ from `grad_accumulation`."""
-        self._accumulation.ask(lambda: not gradients.sync_gradients)
-
-    def accumulates_elsewhere(self) -> None:
-        """From now on, a step is one backward as HyTrain sees it: FSDP2 sums what comes before."""
-        self._accumulation.count_no_more()
-
     def close(self) -> None:
         """As `Optimizer.close`. The Accelerator then clips and saves without HyTrain."""
         try:
@@ -232,7 +220,7 @@ class _Hooks:
                 if isinstance(item, torch.optim.Optimizer) and getattr(item, "optimizer", item) is opt:
                     prepared[index] = accelerator.prepare_optimizer(item, device_placement=False)
                     prepared[index]._is_accelerate_prepared = True  # not to be wrapped twice
-                elif opt.trains(item):
+                elif opt._model is item:
                     prepared[index] = item
         if others := [index for index in range(len(objects)) if index not in prepared]:
             result = type(accelerator).prepare(accelerator, *(objects[index] for index in others), **options)
@@ -244,8 +232,8 @@ class _Hooks:
         accelerator = self._accelerator()
         assert accelerator is not None, "its method was called"
         for opt in self._present():
-            if opt.trains(model):
-                opt.accumulates_elsewhere()
+            if opt._model is model:
+                opt._accumulation.count_no_more()  # a step is one backward: FSDP2 sums what comes before
         context: AbstractContextManager[None] = type(accelerator).no_sync(accelerator, model)
         return context
 
@@ -319,7 +307,8 @@ def adopt(
         wanted["updates"] = "step"
     kind: type[Adopted] = type(optimizer.__name__, (adopted, optimizer), {})
     opt = kind(model, *arguments, param_groups=param_groups, **wanted)
-    opt.follow(accelerator.gradient_state)
+    gradients = accelerator.gradient_state  # the number of backwards may differ from `grad_accumulation`
+    opt._accumulation.ask(lambda: not gradients.sync_gradients)
     if accelerator not in _hooks:
         _hooks[accelerator] = _Hooks(accelerator)
     _hooks[accelerator].add(opt)

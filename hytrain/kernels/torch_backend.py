@@ -21,6 +21,7 @@ from typing import Final, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.optim.sgd import sgd
 
 from hytrain.kernels import float8
 from hytrain.kernels.backend import Elements, Operands, check_dtypes
@@ -166,7 +167,7 @@ class TorchBackend:
 
     def _step(self, master: Tensor, grads: Tensor, moments: Sequence[Tensor], scalars: Scalars) -> None:
         """The rule's step in place on fp32 tensors whose length is a multiple of `WIDTH`, or which are a tail."""
-        _STEPS[scalars.kernel](master, grads, *moments, scalars)
+        _STEPS[scalars.kernel](master, grads, *moments, scalars=scalars)
 
 
 def _adamw(master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
@@ -176,24 +177,12 @@ def _adamw(master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, s
     operator([master], [grads], [exp_avg], [exp_avg_sq], [], [step], **options, amsgrad=False)
 
 
-def _sgd(master: Tensor, grads: Tensor, scalars: Scalars) -> None:
-    master.add_(_decayed(master, grads, scalars), alpha=-scalars.hyper.lr)
-
-
-def _sgd_momentum(master: Tensor, grads: Tensor, momentum_buffer: Tensor, scalars: Scalars) -> None:
-    hyper, grads = cast(SGDHyper, scalars.hyper), _decayed(master, grads, scalars)
-    if scalars.step == 1:
-        momentum_buffer.copy_(grads)
-    else:
-        momentum_buffer.mul_(hyper.momentum).add_(grads, alpha=1 - hyper.dampening)
-    direction = grads.add(momentum_buffer, alpha=hyper.momentum) if hyper.nesterov else momentum_buffer
-    master.add_(direction, alpha=-hyper.lr)
-
-
-def _decayed(master: Tensor, grads: Tensor, scalars: Scalars) -> Tensor:
-    grads = -grads if scalars.hyper.maximize else grads
-    decay = scalars.hyper.weight_decay
-    return grads.add(master, alpha=decay) if decay else grads
+def _sgd(master: Tensor, grads: Tensor, *momentum_buffer: Tensor, scalars: Scalars) -> None:
+    """With a momentum, the buffer of the first update is made of its gradient."""
+    made: list[Tensor | None] = [momentum_buffer[0] if momentum_buffer and scalars.step > 1 else None]
+    sgd([master], [grads], made, foreach=False, **asdict(cast(SGDHyper, scalars.hyper)))
+    if momentum_buffer and scalars.step == 1 and made[0] is not None:
+        momentum_buffer[0].copy_(made[0])
 
 
 def _lion(master: Tensor, grads: Tensor, exp_avg: Tensor, scalars: Scalars) -> None:
@@ -218,7 +207,7 @@ def _muon_step(master: Tensor, orthogonal: Tensor, scalars: Scalars) -> None:
 _STEPS: Final[dict[str, Callable[..., None]]] = {
     "adamw": _adamw,
     "sgd": _sgd,
-    "sgd_momentum": _sgd_momentum,
+    "sgd_momentum": _sgd,
     "lion": _lion,
     "muon": _muon,
     "muon_step": _muon_step,

@@ -333,11 +333,6 @@ class MeasurementBook:
         self._position_of = dict(position_of)
 
     @property
-    def cpu_slack(self) -> float:
-        """The fraction by which the CPU is at times slower than planned, because of other programs."""
-        return _slack(self._paces, self._ranks)
-
-    @property
     def _paces(self) -> list[float]:
         """The CPU's times in each of the last steps, relative to the present means of the same layers."""
         usual = self._roles["cpu_update_s"].values
@@ -418,7 +413,7 @@ class MeasurementBook:
 
 
 def _slack(paces: list[float], ranks: int) -> float:
-    """See `MeasurementBook.cpu_slack`."""
+    """The fraction by which the CPU is at times slower than planned, because of other programs."""
     if len(paces) < SETTLED_STEPS:
         return USUAL_SLACK
     return (1 + LEAST_SLACK) * max(_pace(paces, 1 - SLOW_SHARE, ranks), 1.0) - 1

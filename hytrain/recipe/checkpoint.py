@@ -53,7 +53,7 @@ from hytrain.run.ranks import Ranks
 from hytrain.run.saved import HISTORY, STATE_FILE, STEP, folder_of, history
 from hytrain.state import manifest, tensor_file
 from hytrain.state.locks import locked, read
-from hytrain.state.saver import Saver
+from hytrain.state.saver import Saver, each
 
 OPTIMIZER_FOLDER = "optimizer"
 #: A checkpoint that is being written.
@@ -152,13 +152,15 @@ def export(model: Any, folder: Path, job: Job) -> Callable[[], None]:
                 index = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
                 (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
 
-    def write(file: str, names: list[str], tensors: Iterator[Tensor]) -> None:
-        tensor_file.write(folder / file, {name: described[name] for name in names}, tensors, {})
+    def write(file: str, tensors: Iterator[Tensor]) -> None:
+        tensor_file.write(folder / file, {name: described[name] for name in files[file]}, tensors, {})
 
     def write_all(found: Mapping[str, Tensor], in_parallel: bool) -> None:
+        def write_own(file: str) -> None:
+            write(file, map(found.__getitem__, files[file]))
+
         with _writing(folder):
-            writing = [partial(write, file, names, map(found.__getitem__, names)) for file, names in files.items()]
-            tensor_file.write_all(writing, in_parallel=in_parallel)
+            each(write_own, files, tensor_file.WRITERS, in_parallel=in_parallel)
 
     if job.mesh is None:
         tensor_file.await_devices(state.values())
@@ -172,7 +174,7 @@ def export(model: Any, folder: Path, job: Job) -> Callable[[], None]:
         with job.ranks.together(), _writing(folder):
             try:
                 if number % job.ranks.world == job.ranks.rank:
-                    write(file, names, whole)
+                    write(file, whole)
             finally:
                 for _ in whole:  # all ranks take part in making each tensor whole
                     pass

@@ -64,22 +64,18 @@ def _number_or(word: str, what: str, low: float, high: float) -> BeforeValidator
     return BeforeValidator(validated)
 
 
+def _of_parameters(option: str, which: str) -> BeforeValidator:
+    return _number_or("auto", f"{option}, the share of the parameters {which},", 0, 1)
+
+
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Scale = Annotated[float | Literal["dynamic"], _number_or("dynamic", "the loss's scale", 1e-20, 1e20)]
-Share = Annotated[
-    float | Literal["auto"], _number_or("auto", "k, the share of the parameters that the GPU owns,", 0, 1)
-]
-VisitingShare = Annotated[
-    float | Literal["auto"], _number_or("auto", "visit, the share of the parameters whose state visits the GPU,", 0, 1)
-]
-OffloadedShare = Annotated[
-    float | Literal["auto"],
-    _number_or("auto", "offload_weights, the share of the parameters whose weights rest in host memory,", 0, 1),
-]
-
-
+NumberOrAuto = float | Literal["auto"]
+Share = Annotated[NumberOrAuto, _of_parameters("k", "that the GPU owns")]
+VisitingShare = Annotated[NumberOrAuto, _of_parameters("visit", "whose state visits the GPU")]
+OffloadedShare = Annotated[NumberOrAuto, _of_parameters("offload_weights", "whose weights rest in host memory")]
 Ranks = Annotated[int | Literal["auto"], BeforeValidator(_count_or_rest)]
 
 #: Names of `transformers.SchedulerType` for schedules that depend on the step alone.

@@ -30,7 +30,9 @@ from hytrain.recipe import adapters, config, tokenizer
 from hytrain.recipe import model as models
 from hytrain.recipe.config import Recipe
 from hytrain.step.offload import SLOTS
-from protocol.handles import DTYPE_BYTES, EXACT, SHARED_PLANES, Precision, bank_plane
+from protocol import handles
+from protocol.handles import DTYPE_BYTES, EXACT, SHARED_PLANES, Precision, plane_dtype
+from protocol.messages import Segment
 from protocol.placement import CPU, GPU, VISIT, Placement
 from protocol.sizes import is_on_gpu, is_on_host
 
@@ -90,8 +92,12 @@ class Estimate:
         ranks = math.prod(self.ranks.values())
         host = max(n.host for n in self.needs)
         mesh = " x ".join(f"{name} {size}" for name, size in self.ranks.items() if size > 1)
+        batches = {n: self.largest_batch(n) for n in self.needs}
+        is_known = None not in batches.values()
+        most = [f"largest batch, of {self.length:,} tokens"] if is_known else []
         needs = [
-            (n.name, *map(gib, (n.optimizer, n.shared, n.host, n.trainer)), self.fits(n), *self._largest(n))
+            (n.name, *map(gib, (n.optimizer, n.shared, n.host, n.trainer)), self.fits(n))
+            + ((f"{(batches[n] or 0) // self.length:,}",) if is_known else ())
             for n in sorted(self.needs, key=lambda n: (n.k, n.offloaded, n.visits))
         ]
         free = ", the trainer's part included"
@@ -105,7 +111,7 @@ class Estimate:
             table(heads, rows),
             "(bytes per parameter)",
             "",
-            table(("k", "optimizer", "shared planes", "host planes", trainer, "fits now", *self._largest()), needs),
+            table(("k", "optimizer", "shared planes", "host planes", trainer, "fits now", *most), needs),
             *([f"(of each rank; all {ranks} ranks, {mesh}: host planes {gib(ranks * host)})"] if ranks > 1 else []),
             f"Free now: host {gib(self.free_host)}{free}.",
             "Activations, gradients in flight and the libraries themselves come on top.",
@@ -166,15 +172,6 @@ class Estimate:
             return None
         margin = int(GPU_MARGIN * free) if self.device == "GPU" else 0
         return self.step.most_tokens(free - margin - need.trainer) if self.fits(need) == "yes" else 0
-
-    def _largest(self, need: Need | None = None) -> tuple[str, ...]:
-        """A cell of the table, or its head; neither where no batch is known."""
-        tokens = [self.largest_batch(one) for one in (self.needs if need is None else (need,))]
-        if None in tokens:
-            return ()
-        if need is None:
-            return (f"largest batch, of {self.length:,} tokens",)
-        return (f"{int(tokens[0] or 0) // self.length:,}",)
 
     def _of_activations(self) -> list[str]:
         if self.activations is None:
@@ -284,17 +281,11 @@ def planes_of(
     *,
     second_bank: bool = False,
 ) -> dict[str, int]:
-    """Bytes per trainable parameter, by plane, of a layer in this dtype, under this rule.
-
-    `remainder` is half of the fp32 master for bf16, all of it for fp16.
-    """
-    weight = 4 if dtype == "float32" else 2
-    gradient = {"auto": weight, "bfloat16": 2, "float32": 4}[gradient_dtype if dtype == "float32" else "auto"]
-    of_state = {name: DTYPE_BYTES[of] for name, of in precision.planes(dtype, rule).items()}
-    nbytes = {"grads": gradient, "weights": weight, **of_state}
-    if second_bank:
-        nbytes |= {bank_plane(plane, 1): nbytes[plane] for plane in ("weights", *of_state)}
-    return nbytes
+    """Bytes per trainable parameter, by plane, of a layer in this dtype, under this rule."""
+    grads = dtype if gradient_dtype == "auto" or dtype != "float32" else gradient_dtype
+    one = Segment(name="one", numel=1, dtype=dtype, grads_dtype=grads, group=0, rule=rule, **precision._asdict())
+    dtypes = {plane: plane_dtype(plane, one) for plane in handles.planes_of(1 + second_bank)}
+    return {plane: DTYPE_BYTES[its] for plane, its in dtypes.items() if its is not None}
 
 
 def _is_shared(plane: str) -> bool:

@@ -65,7 +65,7 @@ def train(
     """
     ending = ending or Ending()
     first = Job(Ranks.of_job())
-    tell = say if first.speaks else _nothing
+    tell = say if first.speaks else lambda line: None
     resumed = first.decided(lambda: checkpoint.find(run_dir, recipe))
     task = assemble(recipe, resumed, tell, deferred=optimizer_factory is None)
     factors(task.recipe.train)  # refuses options that do not fit
@@ -111,10 +111,6 @@ def train(
         processes=tuple(processes),
         sample=report.continue_text(task, recipe.sample) if recipe.sample and saved is not None else None,
     )
-
-
-def _nothing(line: str) -> None:
-    """What other ranks than the first one say."""
 
 
 def run_steps(

@@ -183,7 +183,9 @@ class Link:
         """
         if incoming.address.role == "optimizer":
             self._await_optimizer()
-        return describe_failure(incoming.address, failure)
+        where = f" in step {failure.step}" if failure.step is not None else ""
+        where += f" at layer {failure.lid}" if failure.lid is not None else ""
+        return f"{incoming.address} failed{where}: {failure.error}\n\n{failure.traceback}".rstrip()
 
     def _await_optimizer(self) -> None:
         await_end(self._cluster.optimizer_pids[self.address.rank], FAILED_END_S)
@@ -416,13 +418,6 @@ def _pong(listener: Listener) -> m.Pong:
         return m.Pong(waits_for=listener.waits_for)
     folder, writing_s = writing
     return m.Pong(waits_for=listener.waits_for, writing=str(folder), writing_s=writing_s)
-
-
-def describe_failure(sender: Address, failure: m.Failure) -> str:
-    """A worker's failure as text: who, step, layer, error and traceback."""
-    where = f" in step {failure.step}" if failure.step is not None else ""
-    where += f" at layer {failure.lid}" if failure.lid is not None else ""
-    return f"{sender} failed{where}: {failure.error}\n\n{failure.traceback}".rstrip()
 
 
 def _as_hytrain_error(error: Exception, doing: str) -> HyTrainError:

@@ -148,10 +148,6 @@ def clear(run_dir: Path) -> None:
         _log.warning("the next timeline has events of an earlier one: %s", error)
 
 
-def has_events(run_dir: Path) -> bool:
-    return any((run_dir / FOLDER).glob("*.jsonl"))
-
-
 def merge(run_dir: Path) -> Path:
     """Merge the processes' events into one file, atomically, and return its path. Unfinished lines are left out.
 

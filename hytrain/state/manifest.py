@@ -68,7 +68,7 @@ def seal(folder: Path, files: Iterable[Path], ranks: Ranks = ONE, *, in_parallel
     """
     with ranks.together(), writing(folder):
         paths = list(files)
-        sums = each(_settle, paths) if in_parallel else [*map(_settle, paths)]
+        sums = each(_settle, paths, in_parallel=in_parallel)
         for parent in {path.parent for path in paths}:
             sync(parent)
         own = "".join(f"{found}  {path.relative_to(folder)}\n" for path, found in zip(paths, sums, strict=True))

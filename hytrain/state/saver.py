@@ -55,8 +55,12 @@ class Saver:
             self._pool = None
 
 
-def each(call: Callable[[Item], T], items: Iterable[Item], workers: int | None = None) -> list[T]:
-    """What `call` returns for each of the items, on several threads."""
+def each(
+    call: Callable[[Item], T], items: Iterable[Item], workers: int | None = None, *, in_parallel: bool = True
+) -> list[T]:
+    """What `call` returns for each of the items: on several threads, or, behind a training, one after the other."""
+    if not in_parallel:
+        return [*map(call, items)]
     with ThreadPoolExecutor(workers, "hytrain-files") as pool:
         return [future.result() for future in [_started(pool, partial(call, item)) for item in items]]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from hytrain.errors import ConfigError
 from hytrain.state import tensor_file
+from hytrain.state.saver import each
 from hytrain.tensors import Spans, local, spans
 
 #: Of which save a file is, and which part of an array each of its shards is.
@@ -60,7 +60,7 @@ def write(folder: Path, rank: int, arrays: Arrays, *, save: str, in_parallel: bo
         )
 
     numbers = {array.file for array in arrays.values()}
-    tensor_file.write_all([partial(write_file, number) for number in numbers], in_parallel=in_parallel)
+    each(write_file, numbers, tensor_file.WRITERS, in_parallel=in_parallel)
 
 
 class _Shard(NamedTuple):

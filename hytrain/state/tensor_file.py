@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -16,8 +16,6 @@ from typing import Any, Final
 import torch
 from safetensors.torch import _TYPES
 from torch import Tensor
-
-from hytrain.state.saver import each
 
 #: What safetensors calls each dtype, and the other way round.
 NAMED: Final[dict[str, Any]] = _TYPES
@@ -43,15 +41,6 @@ def write(path: Path, described: Described, tensors: Iterable[Tensor], metadata:
             assert (tensor.dtype, [*tensor.shape]) == (dtype, [*shape]), f"{name} is not what the header says"
             for piece in _pieces(tensor):
                 _put(file, piece.numpy())
-
-
-def write_all(files: Sequence[Callable[[], None]], *, in_parallel: bool) -> None:
-    """Write several files: at once, or one after the other behind a training, which leaves no cores or threads."""
-    if not in_parallel:
-        for file in files:
-            file()
-        return
-    each(lambda file: file(), files, WRITERS)
 
 
 def await_devices(tensors: Iterable[Tensor]) -> None:

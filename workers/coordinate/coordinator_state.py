@@ -188,7 +188,7 @@ class CoordinatorState:
             return [note, *self._on_end(seat, sender)]
         if seat.planning is None:
             return [note, *self._admit_next(seat)]
-        return [*self._published(seat, seat.close_records()), note, *self._on_end(seat, sender)]
+        return [*self._published(seat, [*seat.records.close()]), note, *self._on_end(seat, sender)]
 
     def _on_end(self, seat: TrainerSeat, sender: Address) -> list[Command]:
         drawn = self._tracing.has_left(sender)

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from protocol import messages as m
 from protocol.address import Address
-from workers.coordinate.records import SHOWN_BYTES, Late, Line, Records, shown
-from workers.effects import Amend, Command, Keep, Note, Send, Write
+from workers.coordinate.records import SHOWN_BYTES, Records, shown
+from workers.effects import Command, Keep, Note, Send
 from workers.planning.last import LastPlan
 from workers.planning.measured import WARM_UP_STEPS
 from workers.planning.planning import Planning
@@ -36,7 +36,7 @@ class TrainerSeat:
     def __init__(self, rank: int, *, replan_every: int, recall: Recall) -> None:
         self.trainer = Address("trainer", rank)
         self.planning: Planning | None = None
-        self.records = Records()
+        self.records = Records(rank)
         self.waiting: m.Hello | None = None
         self.wishes: Mapping[str, Any] | None = None  # what it is to do by commands that were given to it
         self.saves: bool | None = None  # whether its loop saves checkpoints on command; None before its first step
@@ -120,9 +120,9 @@ class TrainerSeat:
                 if message.measured is not None:
                     self._measured(message, message.measured)
                 is_late = now_s - message.at_s > LATE_S
-                return [*self._write(self.records.add(record)), *planning.on_trainer(message, is_late=is_late)]
+                return [*self.records.add(record), *planning.on_trainer(message, is_late=is_late)]
             case m.Log():
-                return self._write(self.records.log(message))
+                return [*self.records.log(message)]
             case _:
                 return [Note(f"{type(message).__name__} from {sender} is not for the coordinator: dropped")]
         return []
@@ -149,14 +149,6 @@ class TrainerSeat:
             cores=cores,
             gather_s=gather_s,
         )
-
-    def close_records(self) -> list[Command]:
-        """Write the open records: the trainer has left."""
-        return self._write(self.records.close())
-
-    def _write(self, lines: Sequence[Line | Late]) -> list[Command]:
-        rank = self.trainer.rank
-        return [Amend(it.step, it.numbers, rank) if isinstance(it, Late) else Write(it, rank) for it in lines]
 
     @property
     def recorded_s(self) -> float | None:

@@ -18,33 +18,25 @@ from typing import Any, Final
 
 from protocol import messages as m
 from protocol.metrics import BY_NAME
+from workers.effects import Amend, Write
 
 #: A record waits this many steps for the loop's own numbers.
 LOG_PATIENCE_STEPS: Final = 4
 #: The records that a status shows, one of each rank, take so much together, however many numbers a loop logs.
 SHOWN_BYTES: Final = 1 << 18
-Line = str
-Numbers = dict[str, float | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """Numbers for a step whose line is written."""
-
-    step: int
-    numbers: Numbers
 
 
 @dataclass(slots=True)
 class Records:
-    """The records that are not written yet, by the user's step number. `newest` is the last line written."""
+    """A rank's records that are not written yet, by the user's step number. `newest` is the last line written."""
 
-    newest: Line = "{}"
+    rank: int
+    newest: str = "{}"
     _open: dict[int, dict[str, Any]] = field(default_factory=dict)
     _early: dict[int, dict[str, float]] = field(default_factory=dict)  # numbers of steps that have not ended
     _last: int | None = None  # the step of this trainer's last line
 
-    def add(self, record: dict[str, Any]) -> list[Line]:
+    def add(self, record: dict[str, Any]) -> list[Write]:
         """Add a finished step's record; return the lines of records that have waited long enough."""
         step = record["step"]
         again = self._close() if step <= max(self._open, default=step - 1) else []  # the loop went back
@@ -56,7 +48,7 @@ class Records:
         if step in self._open:
             self._open[step] |= times
 
-    def log(self, log: m.Log) -> list[Line | Late]:
+    def log(self, log: m.Log) -> list[Write | Amend]:
         """Add the loop's numbers; return all lines up to this step, or the numbers if its line is written."""
         if log.renames is not None:
             self._renumber(log.step - log.renames, ahead=log.ahead)
@@ -64,16 +56,16 @@ class Records:
             self._early.setdefault(log.step, {}).update(log.numbers)
             return []
         if log.step not in self._open:
-            return [Late(log.step, _finite(log.numbers))] if log.numbers else []
+            return [Amend(log.step, _finite(log.numbers), self.rank)] if log.numbers else []
         self._open[log.step] = {**log.numbers, **self._open[log.step]}
         return [*self._close(through=log.step)]
 
-    def close(self) -> list[Line | Late]:
+    def close(self) -> list[Write | Amend]:
         """The lines of all open records. The last one gets the numbers of steps that never ended."""
         early = {name: value for numbers in self._early.values() for name, value in numbers.items()}
-        lines: list[Line | Late] = [*self._close()]
+        lines: list[Write | Amend] = [*self._close()]
         if early and self._last is not None:
-            lines.append(Late(self._last, _finite(early)))
+            lines.append(Amend(self._last, _finite(early), self.rank))
         self._early.clear()
         self._last = None
         return lines
@@ -84,15 +76,15 @@ class Records:
             self._open = {step + by: {**record, "step": step + by} for step, record in self._open.items()}
         self._early = {step + by: numbers for step, numbers in self._early.items()}
 
-    def _close(self, *, through: float = math.inf) -> list[Line]:
+    def _close(self, *, through: float = math.inf) -> list[Write]:
         steps = [step for step in sorted(self._open) if step <= through]
-        lines = [json.dumps(_finite(self._open.pop(step))) for step in steps]
+        lines = [Write(json.dumps(_finite(self._open.pop(step))), self.rank) for step in steps]
         if lines:
-            self.newest, self._last = lines[-1], steps[-1]
+            self.newest, self._last = lines[-1].line, steps[-1]
         return lines
 
 
-def shown(line: Line, nbytes: int = SHOWN_BYTES) -> Line:
+def shown(line: str, nbytes: int = SHOWN_BYTES) -> str:
     """A record for monitors: if it is longer than this, with those numbers alone that have a known meaning."""
     if len(line) <= nbytes:
         return line

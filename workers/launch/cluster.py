@@ -76,8 +76,11 @@ class RunningCluster:
         token = secrets.token_hex(16)
         names = {"run_name": self._run_name, "run_dir": str(self._run_dir), "ranks": self._ranks, "token": token}
         write_settings(self.socket_dir, **{**self._config.model_dump(), **names, "plans": _last_plans()})
-        ranks = range(self._ranks)
-        coordinator, *optimizers = self._start_workers(COORDINATOR, *(Address("optimizer", rank) for rank in ranks))
+        addresses = [COORDINATOR, *(Address("optimizer", rank) for rank in range(self._ranks))]
+        coordinator, *optimizers = started = [self._started(address) for address in addresses]
+        self.children += started
+        for child in started:
+            process.await_ready(child, self.children, timeout_s=self._config.start_timeout_s)
         self._cluster = Cluster(
             run_name=self._run_name,
             run_dir=str(self._run_dir),
@@ -92,14 +95,6 @@ class RunningCluster:
             trace=self._config.trace,
         )
         self._cluster.write()
-
-    def _start_workers(self, *addresses: Address) -> list[Child]:
-        """Start workers together, and wait until all are ready."""
-        started = [self._started(address) for address in addresses]
-        self.children += started
-        for child in started:
-            process.await_ready(child, self.children, timeout_s=self._config.start_timeout_s)
-        return started
 
     def _started(self, address: Address, *more: str) -> Child:
         arguments = ["--socket-dir", str(self.socket_dir), "--rank", str(address.rank), *more]
@@ -169,7 +164,7 @@ class RunningCluster:
                     f"records are missing in {self._run_dir}"
                 )
         self.children = []
-        if trace.has_events(self._run_dir):  # however the run ended
+        if any((self._run_dir / trace.FOLDER).glob("*.jsonl")):  # however the run ended
             try:
                 trace.merge(self._run_dir)
             except OSError as error:

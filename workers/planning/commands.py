@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from hytrain.readable import size
@@ -75,18 +76,13 @@ class Wishes:
             raise ValueError(f"threads is {value!r}: give a number from 1 to {MAX_THREADS}")
         self.threads = int(value)
 
-    def _limit_gpu(self, value: str) -> None:
-        self._limit("gpu_memory_limit", None if value == "none" else value, ', or "none"')
-
-    def _limit_host(self, value: str) -> None:
-        self._limit("host_memory_limit", value)
-
-    def _limit(self, name: str, value: str | None, other: str = "") -> None:
+    def _limit(self, value: str, *, name: str, or_none: bool = False) -> None:
         try:
-            nbytes = None if value is None else int(value) if value.isdecimal() else size(value)
+            nbytes = None if or_none and value == "none" else int(value) if value.isdecimal() else size(value)
         except ValueError:
             nbytes = -1
         if nbytes is not None and not 0 <= nbytes <= sys.maxsize:
+            other = ', or "none"' * or_none
             raise ValueError(f"{name} is {value!r}: give bytes, as in 24GiB{other}")
         self.limits = {**self.limits, name: nbytes}
 
@@ -97,6 +93,6 @@ COMMANDS: Final[dict[str, Callable[[Wishes, str], None]]] = {
     "policy": Wishes._set_policy,
     "objective": Wishes._set_objective,
     "threads": Wishes._set_threads,
-    "gpu_memory_limit": Wishes._limit_gpu,
-    "host_memory_limit": Wishes._limit_host,
+    "gpu_memory_limit": partial(Wishes._limit, name="gpu_memory_limit", or_none=True),
+    "host_memory_limit": partial(Wishes._limit, name="host_memory_limit"),
 }

@@ -10,7 +10,7 @@ on the GPU than now; or of state on its way there, which is counted by now, once
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, reduce
 from operator import or_
@@ -147,7 +147,7 @@ class Room:
         Gradients that wait for visits are not counted: those at the peak are part of what steps need.
         """
         has_window = frozenset.intersection(*(each.offloaded for each in places))
-        placed = self._most(self._placed_in, places)
+        placed = self._planes(self._placed_in, *places).total()
         return placed + (self._table.window_bytes if has_window else 0)
 
     def _placed_in(self, lid: int, placement: Placement) -> Mapping[str, int]:
@@ -156,10 +156,7 @@ class Room:
         return planes if lid in self._offloadable else {**planes, WEIGHTS: 0}
 
     def _host_bytes(self, *places: Places) -> int:
-        return self._most(self.sizes.host, places)
-
-    def _most(self, planes_of: Callable[[int, Placement], Mapping[str, int]], places: Sequence[Places]) -> int:
-        return self._planes(planes_of, *places).total()
+        return self._planes(self.sizes.host, *places).total()
 
     def _planes(self, planes_of: Callable[[int, Placement], Mapping[str, int]], *places: Places) -> Counter[str]:
         """Bytes by plane: each layer's in whichever of its placements they are there."""

@@ -196,7 +196,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             (web.Feed(name, folder, Observer(client.run).look), client.statuses())
             for name, folder, client in zip(names, folders, clients, strict=True)
         ]
-        runs += [(web.Feed(folder.name, folder, _nobody), iter(())) for folder in ended]
+        runs += [(web.Feed(folder.name, folder, lambda status: Snapshot(status, ())), iter(())) for folder in ended]
         web.serve(runs, arguments.web, token, show=web.opened if arguments.open else nullcontext)
     return 0
 
@@ -211,11 +211,6 @@ def _ended(wanted: str | None) -> Path | None:
         folder = run_folder.containing("metrics.jsonl", wanted)
         return None if folder is None else folder.resolve()
     return None
-
-
-def _nobody(status: m.Status) -> Snapshot:
-    """What the processes of a run that has ended use."""
-    return Snapshot(status, ())
 
 
 def _web_token(file: str | None) -> str:

@@ -137,9 +137,8 @@ def page(stories: Sequence[Story | None], now: datetime, *, live: Sequence[Live]
     folders = [story.run.folder for story in stories if story is not None]
     names = names_of(folders) if live is None else [one.name for one in live]
     title = ", ".join(names)
-    kind = (
-        f"A HyTrain report, written {now:%Y-%m-%d %H:%M} UTC" if live is None else f"HyTrain, live: {_runs(len(names))}"
-    )
+    runs = "one run" if len(names) == 1 else f"{len(names)} runs"
+    kind = f"A HyTrain report, written {now:%Y-%m-%d %H:%M} UTC" if live is None else f"HyTrain, live: {runs}"
     axes = [dict(zip(("steps", "tokens", "seconds"), ([], [], []) if one is None else one.axes)) for one in stories]
     after = [one.after for one in live or ()]
     data = {"runs": names, "axes": axes, "after": after, "charts": list(_charts(stories, names, is_live=is_live))}
@@ -182,10 +181,6 @@ def names_of(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(set(folders)):
             return names
     return [str(path) for path in folders]
-
-
-def _runs(count: int) -> str:
-    return "one run" if count == 1 else f"{count} runs"
 
 
 def _lives(names: Sequence[str]) -> str:
@@ -357,11 +352,11 @@ def _table(title: str, heads: Iterable[str], rows: Iterable[str], *, corner: boo
     return f'<div class="box" tabindex="0" role="region" aria-label="{title}">{whole}</div>'
 
 
-def _tr(cells: Iterable[str], *, head: str = "", more: str = "", words: Iterable[str] = (), about: str = "") -> str:
+def _tr(cells: Iterable[str], *, head: str = "", more: str = "", words: Iterable[str] = ()) -> str:
     """A row: its head, if it has one, numbers, and what is said in words, which is escaped here."""
     first = f'<th scope="row">{escape(head)}</th>' if head else ""
     said = "".join(f'<td class="words">{escape(text)}</td>' for text in words)
-    return f"<tr{about}>{first}{''.join(f'<td>{cell}</td>' for cell in cells)}{more}{said}</tr>"
+    return f"<tr>{first}{''.join(f'<td>{cell}</td>' for cell in cells)}{more}{said}</tr>"
 
 
 if __name__ == "__main__":

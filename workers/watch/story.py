@@ -65,10 +65,6 @@ def _layers(plan: Plan, name: str) -> str:
     return f"{count} layer{'s' * (count != 1)} {name}" if count else ""
 
 
-def _numbers_of_steps() -> array[float]:
-    return array("d")
-
-
 @dataclass(slots=True)
 class Story:
     """What a run's folder tells. `lines` has, for each metric, steps and means.
@@ -89,11 +85,11 @@ class Story:
     steps: int = 0  # records
     last: dict[str, Any] = field(default_factory=dict)
     newest: dict[str, float] = field(default_factory=dict)  # the last value of each metric
-    step_s: array[float] = field(default_factory=_numbers_of_steps)
-    stall_s: array[float] = field(default_factory=_numbers_of_steps)
-    gather_s: array[float] = field(default_factory=_numbers_of_steps)
-    missed: array[float] = field(default_factory=_numbers_of_steps)  # measured steps relative to predicted ones
-    tokens_per_s: array[float] = field(default_factory=_numbers_of_steps)
+    step_s: array[float] = field(default_factory=lambda: array("d"))
+    stall_s: array[float] = field(default_factory=lambda: array("d"))
+    gather_s: array[float] = field(default_factory=lambda: array("d"))
+    missed: array[float] = field(default_factory=lambda: array("d"))  # measured steps relative to predicted ones
+    tokens_per_s: array[float] = field(default_factory=lambda: array("d"))
     losses: list[float] = field(default_factory=list)
     joules: dict[str, list[float]] = field(default_factory=dict)  # of each counter, with the tokens meanwhile
     diverged_at: float | None = None

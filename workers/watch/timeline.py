@@ -204,11 +204,6 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def gaps(busy: Sequence[Interval]) -> list[Interval]:
-    """What lies between disjoint, ordered intervals."""
-    return [(before[1], after[0]) for before, after in zip(busy, busy[1:], strict=False)]
-
-
 def divide(intervals: Iterable[Interval], busy: Sequence[Interval]) -> tuple[list[Interval], list[Interval]]:
     """The parts of disjoint intervals that are in disjoint, ordered ones, and the parts outside of them."""
     inside, outside = [], list[Interval]()
