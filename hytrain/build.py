@@ -110,6 +110,8 @@ class Build:
         self._site = site
         fsdp.reshard(site.model)
         with site.ranks.together():
+            if site.options.offload_weights != 0.0:
+                fsdp.prepare(site.model)
             self.gates = self._split(before, theirs)
             groups = site.groups.read()
         by_id = {id(known.parameter): known for known in self.parameters}
@@ -122,6 +124,11 @@ class Build:
         groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in site.groups.now]
         wanted = {id(parameter) for group in groups for parameter in group}
         fsdp.require_reduced(site.model, wanted)
+        if site.ranks.world > 1 and options.offload_weights != 0.0 and not fsdp.param_groups(site.model):
+            raise UnsupportedError(
+                "offload_weights with several ranks is for what FSDP2 shards: apply fully_shard to the model's blocks, "
+                "or leave it out"
+            )
         rules = [options.algorithm.rule(group) for group in site.groups.now]
         whole = {id(p) for group, rule in zip(groups, rules, strict=True) if rule in ON_DEVICE for p in group}
         parts = split_layers(site.model, wanted, whole=whole)
