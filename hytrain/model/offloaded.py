@@ -32,7 +32,7 @@ def offloadable_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Mo
             own.append((gate, True))
             kept = fsdp.kept(group)
             for known in gate.parameters:
-                known.kept = kept[id(known.parameter)]
+                known.shard = kept[id(known.parameter)]
     return [_offloaded(gate, is_gathered) for gate, is_gathered in own if _is_apart(gate, readers)]
 
 

@@ -78,7 +78,7 @@ class TrainedParameter:
     `shared_in`: a backward before which its module was called several times. `own` is an alias of the storage that
     HyTrain writes. `found` was autograd's version counter at construction. `version` is the counter's value while
     nobody else writes the parameter, or None if other tensors share the counter. `block` is its block, if that may be
-    offloaded. `kept`: what FSDP2 keeps of it, if all-gathers of such a block read it.
+    offloaded. `shard`: what FSDP2 keeps of it, if all-gathers of such a block read it.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TrainedParameter:
         self._watched: type = type(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
         self.block: OffloadedBlock | None = None
-        self.kept: Callable[[], Any] = lambda: None
+        self.shard: Callable[[], Any] = lambda: None
 
     def _placeholder(self, parameter: Tensor) -> ConsumedGradient:
         this = weakref.ref(self)
@@ -144,12 +144,12 @@ class TrainedParameter:
     @property
     def memory(self) -> Tensor:
         """A tensor that has all of its storage."""
-        return next(iter(gathered(self.kept())), self.own)
+        return next(iter(gathered(self.shard())), self.own)
 
     @property
     def is_aliased(self) -> bool:
         """Whether a tensor that is not known shares its memory: a view of somebody's, or a graph's."""
-        others = gathered(self.kept())
+        others = gathered(self.shard())
         known = distinct(local(self.parameter), self.own, *others) if others else 2
         return holders(self.own) > known + len(self.places)
 
