@@ -63,6 +63,11 @@ from protocol.rules import ON_DEVICE
 #: The coordinator ends an optimizer process that hangs. The trainer waits so much longer, in case that hangs, too.
 HANG_GRACE_S: Final = 15.0
 
+_NOT_GATHERED: Final = (
+    "offload_weights with several ranks is for blocks that FSDP2 gathers, each as a whole: apply fully_shard to every "
+    "block of the model, or leave offload_weights out"
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -114,6 +119,12 @@ class Build:
                 fsdp.prepare(site.model)
             self.gates = self._split(before, theirs)
             groups = site.groups.read()
+        if (
+            site.ranks.world > 1
+            and site.options.offload_weights != 0.0
+            and not any(site.ranks.gather(bool(self.blocks)))
+        ):
+            raise UnsupportedError(_NOT_GATHERED)
         by_id = {id(known.parameter): known for known in self.parameters}
         named = [(name, p) for name, p in site.model.named_parameters() if id(p) in by_id]
         hyper = [astuple(groups[by_id[id(parameter)].group]) for _, parameter in named]
@@ -124,11 +135,6 @@ class Build:
         groups = [[p for p in group["params"] if p.requires_grad and id(p) not in theirs] for group in site.groups.now]
         wanted = {id(parameter) for group in groups for parameter in group}
         fsdp.require_reduced(site.model, wanted)
-        if site.ranks.world > 1 and options.offload_weights != 0.0 and not fsdp.param_groups(site.model):
-            raise UnsupportedError(
-                "offload_weights with several ranks is for what FSDP2 shards: apply fully_shard to the model's blocks, "
-                "or leave it out"
-            )
         rules = [options.algorithm.rule(group) for group in site.groups.now]
         whole = {id(p) for group, rule in zip(groups, rules, strict=True) if rule in ON_DEVICE for p in group}
         parts = split_layers(site.model, wanted, whole=whole)

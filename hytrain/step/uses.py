@@ -78,21 +78,21 @@ class Uses:
         return self._blocks.during_use(block)
 
     def away(self, tensor: Tensor) -> Tensor | None:
-        """A copy of a parameter's value in host memory, if it is offloaded; all updates have been waited for.
-
-        If shards can be offloaded, it is one of each: `full_tensor()` needs them on the same device on all ranks, which
-        have different plans.
-        """
+        """A copy of a parameter's value in host memory, if it is offloaded; all updates have been waited for."""
         known = self._of.get(id(tensor))
-        rests = known is not None and any(layer.rests_on_host for layer, _ in known.places)
-        is_like_others = is_distributed(tensor) and self._offload.may_offload
-        if known is None or not (rests or is_like_others) or not self._may_use(known):
+        if known is None or not self._is_copied(known, tensor) or not self._may_use(known):
             return None
         for layer, _ in known.places:
             self._offload.land(layer)
         copied = distributed(known.values().clone(), tensor)
         self.copies.append((weakref.ref(copied), version(copied), known.name))
         return copied
+
+    def _is_copied(self, known: TrainedParameter, tensor: Tensor) -> bool:
+        """Of shards, all are: `full_tensor()` needs them on one device on all ranks, which have plans of their own."""
+        if is_distributed(tensor):
+            return self._offload.may_offload
+        return any(layer.rests_on_host for layer, _ in known.places)
 
     def before_loading(self, tensors: Iterable[Tensor]) -> None:
         """Weights are loaded: what was written to copies of them is loaded now, as after DCP, or not meant to be.

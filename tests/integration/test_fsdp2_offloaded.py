@@ -118,27 +118,35 @@ def test_matrices_that_ranks_share(two_ranks: RankGroup) -> None:
 # ---------------------------------------------------------------- how many are there
 
 
-def seen_at_blocks(options: dict[str, Any], make: Callable[[], Any]) -> tuple[list[int], list[int], tuple[int, ...]]:
-    """How many blocks' shards are there as blocks compute, in forwards and in backwards; and what is offloaded."""
-    model, forwards, backwards = make(), list[int](), list[int]()
-    with one_slot(), adamw(model, **options) as opt:
+def seen_at_blocks(options: dict[str, Any]) -> tuple[list[int], list[int], int, tuple[int, ...]]:
+    """How many blocks' shards are there as blocks compute, in forwards and in backwards; fetches of a step; offloaded."""
+    model, forwards, backwards, fetched = plain(), list[int](), list[int](), list[Any]()
+    with one_slot() as patch, adamw(model, **options) as opt:
+        fetch = offload.Offload._fetch
+        patch.setattr(offload.Offload, "_fetch", lambda self, block: (fetched.append(block), fetch(self, block))[1])
         for block in model.blocks:
             block.up.register_forward_hook(lambda module, inputs, output: forwards.append(len(present(opt))))
             block.up.register_full_backward_hook(lambda module, *_: backwards.append(len(present(opt))))
         for step in range(4):
+            fetched.clear()
             backward(model, step)
             update(opt)
+        fetches = len(fetched)
         with torch.no_grad():
             next_token_loss(model, 4)
-        return forwards, backwards, opt.statistics().offloaded_layers
+        return forwards, backwards, fetches, opt.statistics().offloaded_layers
 
 
 @pytest.mark.parametrize(("options", "most"), [(CPU, 1), (VISITS, 3)], ids=["cpu", "visit"])
 def test_few_shards_are_on_the_device(options: dict[str, Any], most: int, two_ranks: RankGroup) -> None:
-    """The next group's. What visits stays for its update: until its gradient has come, or until the visit is over."""
-    for forwards, backwards, offloaded in two_ranks.run(seen_at_blocks, options, plain):
+    """The next group's, which is fetched once for forward and once for backward.
+
+    What visits stays for its update: until its gradient has come, or until the visit is over.
+    """
+    for forwards, backwards, fetches, offloaded in two_ranks.run(seen_at_blocks, options):
         assert len(offloaded) == 3 and len(forwards) == 15 and len(backwards) == 12
         assert max(forwards[3:]) == 1 and max(backwards) <= most, (forwards, backwards)
+        assert fetches <= 6
 
 
 # ---------------------------------------------------------------- who else reads and writes
@@ -286,4 +294,4 @@ def refused() -> str:
 
 
 def test_shards_that_are_not_gathered_are_refused(two_ranks: RankGroup) -> None:
-    assert all("is for what FSDP2 shards: apply fully_shard" in said for said in two_ranks.run(refused))
+    assert all("is for blocks that FSDP2 gathers" in said for said in two_ranks.run(refused))
