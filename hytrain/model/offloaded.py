@@ -49,7 +49,7 @@ def _has_own_memory(known: TrainedParameter) -> bool:
     return has_own_storage(known.memory) and storage_of(known.memory) == storage_of(known.own)
 
 
-def _offloaded(gate: Gate, is_gathered: bool) -> OffloadedBlock:
+def _offloaded(gate: Gate, is_gathered: bool = False) -> OffloadedBlock:
     parameters = list({id(known): known for known in gate.parameters}.values())
     block = OffloadedBlock(gate, parameters, is_gathered)
     gate.block = block

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import hytrain
 from hytrain.errors import UnsupportedError, UsageError
-from hytrain.step import offload
+from hytrain.step import activations, offload
 from hytrain.tensors import storage_of
 
 CPU: dict[str, Any] = {"k": 0.0, "offload_weights": 1.0}
@@ -68,6 +68,19 @@ def compare(name: str, choices: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_the_same_bits_as_torch(name: str, two_ranks: RankGroup) -> None:
     two_ranks.run(compare, name, [RANDOM] if ROWS[name].choices[0].get("policy") else [CPU, VISITS, MIXED])
+
+
+def compare_with_activations() -> None:
+    """What blocks save for backward rests in host memory, too."""
+    with one_slot() as patch:
+        patch.setattr(activations, "MIN_BYTES", 512)
+        for name in ("mixed precision and prefetch", "activation checkpointing"):
+            row = ROWS[name]
+            same_as(row.reference, row.practice, row.make, [{**CPU, "offload_activations": True}])
+
+
+def test_the_same_bits_with_activations_in_host_memory(two_ranks: RankGroup) -> None:
+    two_ranks.run(compare_with_activations)
 
 
 def compare_meshes(*shape: int) -> None:
