@@ -256,7 +256,7 @@ def test_all_users_of_memory_that_is_left_to_others_are_known(
 
 
 def test_a_stream_that_has_used_weights_waits_for_no_other(current: Current) -> None:
-    """As that of FSDP2's all-gathers, which overlap with what the default stream computes. Who fetches waits for both."""
+    """As that of FSDP2's all-gathers, beside what the default stream computes. Who fetches waits for both."""
     transfers = OverHostMemory(torch.device("cpu"))
     used: Any = SimpleNamespace(computed={}, leaving=[], copies_out=[])
     default, current.stream = current.streams

@@ -132,7 +132,7 @@ def test_matrices_that_ranks_share(two_ranks: RankGroup) -> None:
 
 
 def seen_at_blocks(options: dict[str, Any]) -> tuple[list[int], list[int], int, tuple[int, ...]]:
-    """How many blocks' shards are there as blocks compute, in forwards and in backwards; fetches of a step; offloaded."""
+    """How many shards are there as blocks compute, forward and backward; a step's fetches; what is offloaded."""
     model, forwards, backwards, fetched = plain(), list[int](), list[int](), list[Any]()
     with one_slot() as patch, adamw(model, **options) as opt:
         fetch = offload.Offload._fetch
