@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import hytrain
 from hytrain.errors import UnsupportedError, UsageError
+from hytrain.model import fsdp
 from hytrain.step import activations, offload
 from hytrain.tensors import storage_of
 
@@ -160,6 +162,48 @@ def test_few_shards_are_on_the_device(options: dict[str, Any], most: int, two_ra
         assert len(offloaded) == 3 and len(forwards) == 15 and len(backwards) == 12
         assert max(forwards[3:]) == 1 and max(backwards) <= most, (forwards, backwards)
         assert fetches <= 6
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [
+    (2, ["before, copies", "gather, compute", "read, copies", "after, gathers", "wait, compute"]),
+    (1, ["before, compute", "gather, compute", "after, compute", "wait, compute", "read, compute"]),
+])  # fmt: skip
+def test_shards_may_leave_when_they_are_copied(
+    ranks: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not when all ranks' have been gathered. One rank alone copies when it waits. Streams of a GPU, without one."""
+    seen, now = list[str](), ["compute"]
+    note = lambda what: lambda *_: seen.append(f"{what}, {now[-1]}")  # noqa: E731
+
+    @contextmanager
+    def stream(name: str) -> Iterator[None]:
+        now.append(name)
+        yield
+        now.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[-1])
+    group: Any = SimpleNamespace(
+        unshard=note("gather"),
+        wait_for_unshard=note("wait"),
+        is_unsharded=False,
+        _all_gather_result=None,
+        _training_state=None,
+        device=torch.device("cuda"),
+        mesh_info=SimpleNamespace(shard_mesh_size=ranks),
+        comm_ctx=SimpleNamespace(get_all_gather_streams=lambda *_: ("copies", "gathers")),
+    )
+    reader = SimpleNamespace(
+        before_gather=note("before"),
+        after_read=note("read"),
+        after_gather=note("after"),
+        before_use=lambda: None,
+        after_use=lambda: None,
+    )
+    fsdp.read_by(group, reader)
+    group.unshard()
+    group.wait_for_unshard()
+    assert seen == expected
 
 
 # ---------------------------------------------------------------- who else reads and writes
