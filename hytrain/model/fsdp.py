@@ -28,7 +28,7 @@ from hytrain.tensors import is_distributed
 
 _NEEDED: Final = """
     unshard wait_for_unshard is_unsharded fsdp_params mesh_info comm_ctx device _training_state _all_gather_result
-    lazy_init
+    lazy_init _sharded_param_data
 """.split()
 
 
@@ -42,7 +42,8 @@ def param_groups(model: nn.Module) -> list[Any]:
             if group is not None:
                 found[id(group)] = group
     for group in found.values():
-        if missing := [name for name in _NEEDED if not hasattr(group, name)]:
+        has_them = [group, *getattr(group, "fsdp_params", [])[:1]]
+        if missing := [name for name in _NEEDED if not any(hasattr(each, name) for each in has_them)]:
             raise UnsupportedError(
                 f"HyTrain does not know fully_shard of torch {torch.__version__}, which has no {missing[0]}: install "
                 "torch 2.13"

@@ -171,7 +171,7 @@ def test_few_shards_are_on_the_device(options: dict[str, Any], most: int, two_ra
 def test_shards_may_leave_when_they_are_copied(
     ranks: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not when all ranks' have been gathered. One rank alone copies when it waits. Streams of a GPU, without one."""
+    """And not when all ranks' have been gathered. A rank alone copies when it waits. Streams of a GPU, without one."""
     seen, now = list[str](), ["compute"]
     note = lambda what: lambda *_: seen.append(f"{what}, {now[-1]}")  # noqa: E731
 
