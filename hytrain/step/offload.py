@@ -360,11 +360,10 @@ class Offload:
             if block.may_leave:
                 with untraced():
                     self._before_free(block)
-                    memory = block.memory
                     if not block.is_pooled:
-                        self.leave_to_others(block, memory)
+                        self.leave_to_others(block, block.memory)
                     self._on(block, Event.FREE)
-                    self._transfers.free(memory, after=self._users(block))
+                    self._transfers.free(block.memory, after=self._users(block))
 
     def free_all(self) -> None:
         """Free what need not stay: it comes again when it is needed."""
