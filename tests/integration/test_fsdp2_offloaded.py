@@ -28,6 +28,7 @@ from test_fsdp2 import ROWS, backward, loop, plain, shard, update
 from test_sharded_saving import dcp_load, dcp_save, train, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -70,6 +71,25 @@ def compare(name: str, choices: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_the_same_bits_as_torch(name: str, two_ranks: RankGroup) -> None:
     two_ranks.run(compare, name, [RANDOM] if ROWS[name].choices[0].get("policy") else [CPU, VISITS, MIXED])
+
+
+def ends_with_a_block() -> Decoder:
+    """No group is after the last block's, and the root has none."""
+    model: Any = Decoder()
+    model.blocks.append(nn.Sequential(model.norm, model.head))
+    model.norm = model.head = nn.Identity()
+    fully_shard(model.embedding, mesh=fsdp2.mesh(2))
+    return shard(model)
+
+
+def compare_gathered_again() -> None:
+    with one_slot():
+        same_as(fused, fsdp2.evaluated, ends_with_a_block, [CPU, VISITS])
+
+
+def test_shards_that_are_gathered_for_nobody(two_ranks: RankGroup) -> None:
+    """After an evaluation, at the end of the next backward, which has updated them."""
+    two_ranks.run(compare_gathered_again)
 
 
 def compare_with_activations() -> None:
@@ -229,7 +249,7 @@ def keeps_views(model: Any, opt: Any) -> Iterable[Tensor]:
 def loads_a_part(model: Any, opt: Any) -> Iterable[Tensor]:
     """Parameters that are not loaded keep their values, though FSDP2 looks at them then."""
     list(loop(model, opt, 2))
-    some = {name: value for name, value in model.state_dict().items() if name.endswith(("up.weight", "norm.weight"))}
+    some = {name: value for name, value in model.state_dict().items() if name.endswith("down.weight")}
     model.load_state_dict({name: value * 0.5 for name, value in some.items()}, strict=False)
     yield from loop(model, opt, 3)
 
