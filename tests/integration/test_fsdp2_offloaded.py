@@ -36,7 +36,7 @@ import hytrain
 from hytrain.errors import UnsupportedError, UsageError
 from hytrain.model import fsdp
 from hytrain.step import activations, offload
-from hytrain.tensors import storage_of
+from hytrain.tensors import saves_with_other_hooks, storage_of
 
 CPU: dict[str, Any] = {"k": 0.0, "offload_weights": 1.0}
 VISITS: dict[str, Any] = {**CPU, "visit": 1.0}
@@ -169,6 +169,7 @@ def seen_at_blocks(options: dict[str, Any]) -> tuple[list[int], list[int], int, 
         fetches = len(fetched)
         with torch.no_grad():
             next_token_loss(model, 4)
+        assert not saves_with_other_hooks(), "autograd saves what was gathered, and no shards"
         return forwards, backwards, fetches, opt.statistics().offloaded_layers
 
 
