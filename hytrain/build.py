@@ -63,6 +63,11 @@ from protocol.rules import ON_DEVICE
 #: The coordinator ends an optimizer process that hangs. The trainer waits so much longer, in case that hangs, too.
 HANG_GRACE_S: Final = 15.0
 
+_NOT_GATHERED: Final = (
+    "offload_weights with several ranks is for blocks that FSDP2 gathers, each as a whole: apply fully_shard to every "
+    "block of the model, or leave offload_weights out"
+)
+
 _log = logging.getLogger(__name__)
 
 
@@ -110,8 +115,16 @@ class Build:
         self._site = site
         fsdp.reshard(site.model)
         with site.ranks.together():
+            if site.options.offload_weights != 0.0:
+                fsdp.prepare(site.model)
             self.gates = self._split(before, theirs)
             groups = site.groups.read()
+        if (
+            site.ranks.world > 1
+            and site.options.offload_weights != 0.0
+            and not any(site.ranks.gather(bool(self.blocks)))
+        ):
+            raise UnsupportedError(_NOT_GATHERED)
         by_id = {id(known.parameter): known for known in self.parameters}
         named = [(name, p) for name, p in site.model.named_parameters() if id(p) in by_id]
         hyper = [astuple(groups[by_id[id(parameter)].group]) for _, parameter in named]

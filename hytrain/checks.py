@@ -38,10 +38,6 @@ def check_same(ranks: Ranks, options: Options) -> None:
     )
     if ranks.world > 1 and options.clip == "per_layer":  # on all ranks alike
         raise UnsupportedError('clip="per_layer" with several ranks: a layer is in shards there, so use "global"')
-    if ranks.world > 1 and options.offload_weights != 0.0:
-        raise UnsupportedError(
-            "offload_weights with several ranks: FSDP2 shares the weights out there, so leave it out"
-        )
     if ranks.world > 1 and options.device is not None:
         raise UnsupportedError("device with several ranks: shard the model on the ranks' GPUs, and leave device out")
 

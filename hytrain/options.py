@@ -211,7 +211,8 @@ class Options:
         0.0,
         "the fraction of the parameters whose [weights rest in host memory](memory.md#offloaded-weights), in "
         'whole blocks; they are on the GPU only while forward and backward need them. `"auto"`: all at first, '
-        "then as many as the planner finds best in the memory that steps leave free. On one GPU",
+        "then as many as the planner finds best in the memory that steps leave free. On several "
+        "GPUs, [under FSDP2](several-gpus.md#weights-in-host-memory)",
         _fraction,
     )
     offload_activations: bool = _option(

@@ -153,6 +153,11 @@ def impl_of(tensor: Tensor) -> int:
     return int(tensor._cdata)
 
 
+def distinct(*tensors: Tensor) -> int:
+    """How many tensors these are, together with those of which they are views."""
+    return len({impl_of(each) for tensor in tensors for each in (tensor, tensor._base) if each is not None})
+
+
 def storage_bytes(tensor: Tensor) -> Tensor:
     """All of the tensor's storage: uint8, shape (nbytes,), with a version counter of its own."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

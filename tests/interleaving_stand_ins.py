@@ -191,6 +191,11 @@ class Streams:
         self._pause()
         return self.compute.mark()
 
+    event = fence
+
+    def events(self) -> list[Mark]:
+        return [self.fence()]
+
     def land(self, transfer: Transfer, stream: None = None) -> None:
         if transfer.done is not None:
             self.current.wait(transfer.done)

@@ -223,6 +223,27 @@ def test_backwards_waits_for_offloaded_weights_are_stalls(clock: FakeClock, mete
     assert len(clock.pool) == clock.made, "all marks are given back"
 
 
+def test_of_backwards_wait_for_an_all_gather_the_wait_for_its_weights_is_a_stall(
+    clock: FakeClock, meter: Meter
+) -> None:
+    meter_forward(meter, clock, (0,), 0, 0)
+    meter_forward(meter, clock, (1,), 1, 1)
+    meter_backward(meter, clock, 1, 3)
+    for waited, used in (((2.0, 3.5), (3.0, 4.0)), ((4.0, 5.0), (6.0, 6.5))):  # of the other one, no part
+        of_gather = Waited(clock.span(4.0, 4.0), clock.span(*waited))
+        clock.now_s = used[0]
+        arrived = meter.mark()
+        clock.now_s = used[1]
+        meter.fetched(0, arrived, of_gather)
+    meter_backward(meter, clock, 0, 7)
+    times = end(meter, clock, 0, 8.0)
+    assert (meter.stall_s, times[0].stall_s, times[0].backward_s) == (0.5, 0.5, 3.5)
+    assert len(clock.pool) == clock.made, "all marks are given back"
+    meter.fetched(0, meter.mark(), Waited(clock.span(9.0, 9.0), clock.span(9.0, 9.0)))
+    meter.restart()
+    assert len(clock.pool) == clock.made
+
+
 def test_all_gathers_are_measured_apart(clock: FakeClock, timeline: Meter, tmp_path: Path) -> None:
     """They overlap with layers' times and change none of them. Those of a forward without a backward do not count."""
     dropped = timeline.gather((0,))

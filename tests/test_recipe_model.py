@@ -399,8 +399,29 @@ def test_estimate_of_each_rank(tmp_path: Path) -> None:
     data = ["data={kind: random, batch_size: 8}", "data.sequence_length=16", "train.device=cpu"]
     alone = estimate(config.load(recipe, data))
     four = estimate(config.load(recipe, [*data, "parallel.data_replicate=2"]), 4)
-    for one, each in zip((n for n in alone.needs if not (n.offloaded or n.visits)), four.needs, strict=True):
-        assert each.host == pytest.approx(one.host / 2, rel=1e-3) and each.trainer == pytest.approx(
-            one.trainer / 2, rel=1e-3
+    for one, each in zip(alone.needs, four.needs, strict=True):
+        assert (
+            each.name == one.name
+            and each.host == pytest.approx(one.host / 2, rel=1e-3)
+            and each.trainer == pytest.approx(one.trainer / 2, rel=1e-3)
         )
     assert "all 4 ranks, data_replicate 2 x data_shard 2" in four.render() and "rank" not in alone.render()
+    assert "planes of each rank may take" in replace(four, bound_host=0).render()
+
+
+def test_estimate_of_shards_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of three blocks' shards stays on each GPU. Ranks share the memory of their machine."""
+    monkeypatch.setattr("hytrain.recipe.estimate.host_bound", lambda limit, ranks=1: (1 << 40) // ranks)
+    path = tmp_path / "recipe.yaml"
+    tree = {"model": {"config": LLAMA | {"num_hidden_layers": 8}, "dtype": "bfloat16"}, "train": {"steps": 1}}
+    path.write_text(yaml.safe_dump({**tree, "data": {"kind": "random", "batch_size": 8, "sequence_length": 16}}))
+    alone, four = (estimate(config.load(path), ranks) for ranks in (1, 4))
+    saved = []
+    for result in (alone, four):
+        needs = {need.name: need for need in result.needs}
+        saved.append(needs["0"].trainer - needs["0, offload_weights=1"].trainer)
+    assert 4 * saved[1] == saved[0] > 0
+    assert (alone.bound_host, four.bound_host) == (1 << 40, 1 << 38)
+    assert estimate(config.load(path), 4, node_ranks=2).bound_host == 1 << 39
+    tensor = estimate(config.load(path, ["parallel.tensor=2"]), 2)
+    assert not any(need.offloaded for need in tensor.needs), "modules compute with such shards"

@@ -109,6 +109,11 @@ class HostTransfers:
     def fence(self) -> Fence:
         return None
 
+    event = fence
+
+    def events(self) -> list[Fence]:
+        return []
+
     def _move(self, copies: Sequence[Copy]) -> Transfer:
         """Copy with memmove: torch's copy would start a second pool of OpenMP threads in the calling thread."""
         began = self.clock.mark()
@@ -286,9 +291,17 @@ class CudaTransfers:
         current = current_stream(self._device)
         if current != self._default:
             current.wait_stream(self._default)
-        fence = torch.cuda.Event()
-        fence.record(current)
-        return fence
+        return self.event()
+
+    def event(self, stream: Stream = None) -> Fence:
+        """What ends with the work that the stream, or else the current one, has now. No stream waits for another."""
+        event = torch.cuda.Event()
+        event.record(current_stream(self._device) if stream is None else stream)
+        return event
+
+    def events(self) -> list[Fence]:
+        """The same of the current stream and of the default one, on which others may have used anything."""
+        return [self.event(), self.event(self._default)]
 
     def state_in(self, copies: Sequence[Copy], fence: Fence) -> Transfer:
         """Copy pinned planes into device memory allocated before `fence`."""

@@ -1,8 +1,9 @@
 """FSDP2 (`fully_shard`): who reads a shard, and when.
 
     pre-forward, prefetches, pre-backward, model.unshard() ─▶ FSDPParamGroup.unshard ─▶ the all-gather copies the shards
-                                                              ├─ before: waits for the group's layers
-                                                              └─ after: ends a measurement
+                                                              ├─ before: waits for the group's layers, and
+                                                              │          fetches them, if they are offloaded
+                                                              └─ after: they can leave; ends a measurement
     pre-forward, pre-backward, handle.wait()               ─▶ FSDPParamGroup.wait_for_unshard: modules may compute
 
 Modules never read a shard: they compute with what an all-gather made of it. So a parameter group is the reader of its
@@ -12,13 +13,14 @@ after shards were cast. What is used of torch's private names is checked when ho
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Set
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hytrain.errors import UnsupportedError
@@ -26,6 +28,7 @@ from hytrain.tensors import is_distributed
 
 _NEEDED: Final = """
     unshard wait_for_unshard is_unsharded fsdp_params mesh_info comm_ctx device _training_state _all_gather_result
+    lazy_init _sharded_param_data
 """.split()
 
 
@@ -39,7 +42,8 @@ def param_groups(model: nn.Module) -> list[Any]:
             if group is not None:
                 found[id(group)] = group
     for group in found.values():
-        if missing := [name for name in _NEEDED if not hasattr(group, name)]:
+        has_them = [group, *getattr(group, "fsdp_params", [])[:1]]
+        if missing := [name for name in _NEEDED if not any(hasattr(each, name) for each in has_them)]:
             raise UnsupportedError(
                 f"HyTrain does not know fully_shard of torch {torch.__version__}, which has no {missing[0]}: install "
                 "torch 2.13"
@@ -96,6 +100,22 @@ def sharded(group: Any) -> list[nn.Parameter]:
     return [known.sharded_param for known in group.fsdp_params]
 
 
+def prepare(model: nn.Module) -> None:
+    """Let groups have the storages from which they will gather: in its first forward, FSDP2 would pad some anew."""
+    for group in param_groups(model):
+        group.lazy_init()
+
+
+def kept(group: Any) -> dict[int, Callable[[], Any]]:
+    """By id of a parameter, a weak reference to what a group keeps of it, for `gathered`."""
+    return {id(known.sharded_param): weakref.ref(known) for known in group.fsdp_params}
+
+
+def gathered(kept: Any) -> list[Tensor]:
+    """What all-gathers read: all of a shard's storage, which may be padded, shape (numel,). Nothing of None."""
+    return [] if kept is None else [kept._sharded_param_data]
+
+
 class Unshard:
     """In the place of a group's `unshard`; its `wait` is in the place of `wait_for_unshard`."""
 
@@ -112,23 +132,37 @@ class Unshard:
             for reader in [*self.readers.values()]:
                 reader.before_gather(modules)
         result = self._plain(async_op)
+        if not self._is_alone:
+            with self._stream(async_op, 0):
+                self._have_read()
         with self._stream(async_op, 1):
             for reader in [*self.readers.values()]:
                 reader.after_gather()
         return result
 
+    def _have_read(self) -> None:
+        for reader in [*self.readers.values()]:
+            reader.after_read()
+
     def wait(self) -> Any:
         for reader in [*self.readers.values()]:
             reader.before_use()
         result = self._plain_wait()
+        if self._is_alone:
+            self._have_read()
         for reader in [*self.readers.values()]:
             reader.after_use()
         return result
 
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank has a part: then nothing is gathered, and `wait` copies the shards."""
+        return bool(getattr(self._group.mesh_info, "shard_mesh_size", 1) == 1)
+
     def _stream(self, async_op: bool, which: int) -> AbstractContextManager[Any]:
         """The context of the stream that reads shards (0) or gathers them (1): the current one if there is only one."""
         group = self._group
-        if group.device.type != "cuda" or getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
+        if group.device.type != "cuda" or self._is_alone:
             return nullcontext()
         return torch.cuda.stream(group.comm_ctx.get_all_gather_streams(async_op, group._training_state)[which])
 

@@ -171,6 +171,14 @@ class OnGather(_GateHook):
         if self._again is None:
             self._waited = reads.before_gather(self._gate, modules)
             self._gathered = reads.gathering(self._gate)
+        else:
+            reads.gather_again(self._gate)
+
+    @uncompiled
+    def after_read(self) -> None:
+        """The stream that reads the shards has copied them."""
+        if (reads := self.target) is not None and self._gate is not None:
+            reads.after_reading(self._gate)
 
     @uncompiled
     def after_gather(self) -> None:
@@ -272,10 +280,10 @@ def _after_root(engine: Engine, module: nn.Module, args: Any, output: Any) -> No
     engine.reclaiming.note(sys.exception())
 
 
-def _before_loading(engine: Engine, *args: Any) -> None:
+def _before_loading(engine: Engine, module: nn.Module, *args: Any) -> None:
     engine.before_load("model.load_state_dict()")
     engine.synchronize()
-    engine.uses.forget_copies()
+    engine.uses.before_loading(module.parameters(recurse=False))
 
 
 class _OursLeftOut:

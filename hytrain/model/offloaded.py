@@ -8,37 +8,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hytrain.model import fsdp
 from hytrain.model.blueprint import Planned, Unmade
-from hytrain.model.trained import Gate, OffloadedBlock
-from hytrain.tensors import allocate, free, has_memory, has_own_storage, is_distributed
+from hytrain.model.trained import Gate, OffloadedBlock, TrainedParameter
+from hytrain.tensors import allocate, free, has_memory, has_own_storage, is_distributed, storage_of
 
 
 def offloadable_blocks(gates: Sequence[tuple[Any, Gate]], blocks: Sequence[nn.Module]) -> list[OffloadedBlock]:
     """Those of `blocks`, in their order, that can be offloaded. Gives their layers and gates the block.
 
-    A block that shares parameters with other modules, or memory with other tensors, is left out.
+    Of sharded blocks, those are FSDP2's groups of nothing else. A block that shares parameters with other modules, or
+    memory with other tensors, is left out.
     """
     readers: dict[int, int] = {}
     for _, gate in gates:
         for layer in gate.layers:
             readers[layer.lid] = readers.get(layer.lid, 0) + 1
     gate_of = {id(reader): gate for reader, gate in gates}
-    own = [gate_of[id(block)] for block in blocks if id(block) in gate_of]
-    return [_offloaded(gate) for gate in own if _is_apart(gate, readers)]
+    own = [(gate_of[id(block)], False) for block in blocks if id(block) in gate_of]
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    for group, gate in gates:
+        if not isinstance(group, nn.Module) and inside.issuperset(map(id, fsdp.sharded(group))):
+            own.append((gate, True))
+            kept = fsdp.kept(group)
+            for known in gate.parameters:
+                known.shard = kept[id(known.parameter)]
+    return [_offloaded(gate, is_gathered) for gate, is_gathered in own if _is_apart(gate, readers)]
 
 
 def _is_apart(gate: Gate, readers: dict[int, int]) -> bool:
     alone = all(readers[layer.lid] == 1 for layer in gate.layers)
     owners = {id(segment.owner) for layer in gate.layers for segment in layer.segments}
-    return (
-        alone
-        and owners == {id(known) for known in gate.parameters}
-        and all(has_own_storage(known.own) and not is_distributed(known.parameter) for known in gate.parameters)
-    )
+    return alone and owners == {id(known) for known in gate.parameters} and all(map(_has_own_memory, gate.parameters))
 
 
-def _offloaded(gate: Gate) -> OffloadedBlock:
-    block = OffloadedBlock(gate, list({id(known): known for known in gate.parameters}.values()))
+def _has_own_memory(known: TrainedParameter) -> bool:
+    """Not so a shard without an all-gather of such a group: modules compute with it."""
+    if is_distributed(known.parameter) and known.memory is known.own:
+        return False
+    return has_own_storage(known.memory) and storage_of(known.memory) == storage_of(known.own)
+
+
+def _offloaded(gate: Gate, is_gathered: bool = False) -> OffloadedBlock:
+    parameters = list({id(known): known for known in gate.parameters}.values())
+    block = OffloadedBlock(gate, parameters, is_gathered)
     gate.block = block
     for layer in gate.layers:
         layer.block = block

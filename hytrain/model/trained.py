@@ -24,11 +24,13 @@ from hytrain.memory.transfer import Copy, Fence, Transfer
 from hytrain.model import graphs
 from hytrain.model.block_life import BlockLife, Pin
 from hytrain.model.consumed import ConsumedGradient
+from hytrain.model.fsdp import gathered
 from hytrain.model.lifecycle import LayerLife, State
 from hytrain.model.summed import Sum, summed
 from hytrain.tensors import (
     address,
     addresses,
+    distinct,
     distributed,
     flat,
     has_kept_gradient,
@@ -76,7 +78,7 @@ class TrainedParameter:
     `shared_in`: a backward before which its module was called several times. `own` is an alias of the storage that
     HyTrain writes. `found` was autograd's version counter at construction. `version` is the counter's value while
     nobody else writes the parameter, or None if other tensors share the counter. `block` is its block, if that may be
-    offloaded.
+    offloaded. `shard`: what FSDP2 keeps of it, if all-gathers of such a block read it.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class TrainedParameter:
         self._watched: type = type(parameter)
         self.places: list[tuple[TrainedLayer, int]] = []
         self.block: OffloadedBlock | None = None
+        self.shard: Callable[[], Any] = lambda: None
 
     def _placeholder(self, parameter: Tensor) -> ConsumedGradient:
         this = weakref.ref(self)
@@ -137,6 +140,18 @@ class TrainedParameter:
     @property
     def is_gone(self) -> bool:
         return self._reference() is None
+
+    @property
+    def memory(self) -> Tensor:
+        """A tensor that has all of its storage."""
+        return next(iter(gathered(self.shard())), self.own)
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether a tensor that is not known shares its memory: a view of somebody's, or a graph's."""
+        others = gathered(self.shard())
+        known = distinct(local(self.parameter), self.own, *others) if others else 2
+        return holders(self.own) > known + len(self.places)
 
     def let_go(self) -> None:
         """It is trained no more: not even a weak reference is left, in the way of `torch.utils.swap_tensors`."""
@@ -475,11 +490,12 @@ class OffloadedBlock:
     `life`: where its weights are; `Offload` alone changes it. `is_pooled`: its memory is of the pool of fetched
     weights, not where the user has allocated it. `arrival`: the copy that brought it; `leaving`: copies out of it;
     `computed`: where computations with it ended, on each stream. `lacking` counts the gradients that are still to come
-    in the last `backward` that made one.
+    in the last `backward` that made one. `is_gathered`: only all-gathers of FSDP2 read it, which copy it.
     """
 
     gate: Gate
     parameters: list[TrainedParameter]
+    is_gathered: bool = False
     life: BlockLife = field(default_factory=BlockLife)
     is_pooled: bool = False
     arrival: Transfer | None = None
@@ -490,11 +506,16 @@ class OffloadedBlock:
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.nbytes = sum(known.own.nbytes for known in self.parameters)
+        self.nbytes = sum(memory.nbytes for memory in self.memory)
 
     @property
     def layers(self) -> list[TrainedLayer]:
         return self.gate.layers
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Tensors that have all of its parameters' storages."""
+        return [known.memory for known in self.parameters]
 
     @property
     def state_rests_on_host(self) -> bool:
@@ -517,7 +538,7 @@ class OffloadedBlock:
         moved, written = changed(self.parameters)
         if moved or (written and not is_arriving):
             return False  # to be imported when the next step begins
-        if not has_own_storage(*[known.own for known in self.parameters]):
+        if not has_own_storage(*self.memory):
             return False  # others have given it another one
         if not self.is_pooled and not all(copy.has_ended for copy in self.copies_out):
             return False  # whoever gets its memory next does not wait for them
@@ -525,8 +546,7 @@ class OffloadedBlock:
 
     @property
     def is_aliased(self) -> bool:
-        """Whether a tensor other than HyTrain's shares memory with a parameter: a view of it, or a graph's."""
-        return any(holders(known.own) > 2 + len(known.places) for known in self.parameters)
+        return any(known.is_aliased for known in self.parameters)
 
     @property
     def copies_out(self) -> list[Transfer]:

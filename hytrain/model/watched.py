@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any, ClassVar, Final, cast
 
 import torch
@@ -88,14 +89,17 @@ class Watched:
 
     def detach(self) -> Tensor:
         caller = sys._getframe(1).f_code
-        if caller is nn.Module._save_to_state_dict.__code__:  # of offloaded weights, it takes no GPU memory
-            away: Tensor | None = type(self).before_use.away(cast(Tensor, self))
-            if away is not None:
-                return away
+        if (away := self._away(caller)) is not None:
+            return away
         detached = Tensor.detach(cast(Tensor, self))
         if caller is nn.Parameter.__new__.__code__:  # nn.Parameter(p) insists on p's class
             detached.__class__ = type(self)  # type: ignore[assignment]
         return detached
+
+    def _away(self, caller: CodeType) -> Tensor | None:
+        """What `model.state_dict()` has of offloaded weights: it takes no GPU memory."""
+        saves = caller is nn.Module._save_to_state_dict.__code__
+        return cast(Tensor | None, type(self).before_use.away(self) if saves else None)
 
     __deepcopy__, __reduce_ex__, __repr__ = map(_of_plain, ("__deepcopy__", "__reduce_ex__", "__repr__"))
 
@@ -104,8 +108,11 @@ class _WatchedDTensor(Watched):
     """A DTensor has methods that show its value and that `__torch_function__` does not see."""
 
     def detach(self) -> Tensor:
+        if (away := self._away(sys._getframe(1).f_code)) is not None:
+            return away
         detached: Any = super().detach()
-        detached._local_tensor = local(cast(Tensor, self))  # writes to this rank's part count for the parameter, too
+        # Writes to this rank's part count for the parameter, too. And it is one more tensor with its storage.
+        detached._local_tensor = local(cast(Tensor, self)).detach()
         return cast(Tensor, detached)
 
     to_local, full_tensor, redistribute = map(_of_plain, ("to_local", "full_tensor", "redistribute"))

@@ -73,7 +73,7 @@ class Estimate:
     ranks: Mapping[str, int]  # the mesh
     precision: Precision
     free_host: int
-    bound_host: int  # for planes: what is free, less a margin
+    bound_host: int  # for a rank's planes: what is free, less a margin
     free_device: int | None
     flops_per_step: float
     peak_tflops: float | None
@@ -142,10 +142,11 @@ class Estimate:
                 f"It fits this machine's host memory, {how}, with any of: {named['on the host']}. There is no GPU "
                 f"here: it needs one with {least} and room for activations."
             )
+        of_each = " of each rank" * (math.prod(self.ranks.values()) > 1)
         host, gpu = (min(each) for each in zip(*((need.host, need.trainer) for need in self.needs if need.k < 1)))
         return (
-            f"It does not fit this machine, where planes may take {gib(self.bound_host)} of host memory: unless the "
-            f"GPU owns layers, it takes {gib(host)}, and {gib(gpu)} on the GPU."
+            f"It does not fit this machine, where planes{of_each} may take {gib(self.bound_host)} of host memory: "
+            f"unless the GPU owns layers, it takes {gib(host)}, and {gib(gpu)} on the GPU."
         )
 
     def _at_least(self, before: str) -> str:
@@ -157,7 +158,7 @@ class Estimate:
         return f"{before}at least {least_s:.3f} s at {whose} GPU's peak of {self.peak_tflops:g} TFLOP/s"
 
     def fits(self, need: Need) -> str:
-        """Whether it fits into what is free, without activations on the GPU. Ranks share a machine's host memory."""
+        """Whether it fits into what is free for a rank, without activations on the GPU."""
         on_host = need.host + (self.activations or 0) + (need.trainer if self.device == "CPU" else 0)
         lacks = ["host"] * (on_host > self.bound_host)
         lacks += ["GPU"] * (self.free_device is not None and need.trainer > self.free_device)
@@ -187,8 +188,10 @@ class Estimate:
         return (self.bound_host / on_host + (self.free_device or 0) / on_gpu) / 1e9
 
 
-def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
+def estimate(recipe: Recipe, ranks: int = 1, node_ranks: int | None = None) -> Estimate:
     """Counts what each of so many ranks needs, even if this machine lacks their GPUs.
+
+    `node_ranks`: how many of them share this machine's memory; None: all.
 
     Raises ConfigError for an impossible model, and if the ranks do not fit the recipe.
     """
@@ -215,16 +218,16 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
     tokens = recipe.data.batch_size * length
     at_once = tokens // (recipe.train.grad_accumulation * mesh["data_shard"] * mesh["data_replicate"])
     shares = {0.0, 1.0} if k == "auto" else {0.0, 1.0, float(k)}
-    needs = [need(planes, math.ceil(trainable / shards), math.ceil(frozen / shards), share) for share in shares]
-    if ranks == 1:
-        blocks = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in find_blocks(model)]
-        largest = max((p.numel() for p in parameters if p.requires_grad), default=0)
-        ring = RING_SLOTS * min(SLOT_NUMEL, largest) * (_on_gpu(planes, GPU) - planes["weights"])
-        visits = need(planes, trainable, frozen, 0.0, VISIT)
-        needs.append(replace(visits, trainer=visits.trainer + ring))
-        if len(blocks) > SLOTS:
-            away = planes["weights"] * (sum(blocks) - SLOTS * max(blocks))
-            needs += [replace(one, trainer=one.trainer - away, offloaded=True) for one in needs if not one.k]
+    own, others = (math.ceil(numel / shards) for numel in (trainable, frozen))  # of each rank
+    needs = [need(planes, own, others, share) for share in shares]
+    blocks = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in find_blocks(model)]
+    largest = max((math.ceil(p.numel() / shards) for p in parameters if p.requires_grad), default=0)
+    ring = RING_SLOTS * min(SLOT_NUMEL, largest) * (_on_gpu(planes, GPU) - planes["weights"])
+    visits = need(planes, own, others, 0.0, VISIT)
+    needs.append(replace(visits, trainer=visits.trainer + ring))
+    if len(blocks) > SLOTS and (ranks == 1 or ranks > mesh["tensor"]):  # of several ranks, what FSDP2 gathers
+        away = planes["weights"] * math.ceil((sum(blocks) - SLOTS * max(blocks)) / shards)
+        needs += [replace(one, trainer=one.trainer - away, offloaded=True) for one in needs if not one.k]
     return Estimate(
         device="GPU" if wants_gpu else "CPU",
         trainable=trainable,
@@ -234,7 +237,7 @@ def estimate(recipe: Recipe, ranks: int = 1) -> Estimate:
         ranks=mesh,
         precision=precision,
         free_host=available_bytes(),
-        bound_host=host_bound(None),
+        bound_host=host_bound(None, node_ranks or ranks),
         free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
         flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,
         peak_tflops=models.peak_tflops(device),

@@ -29,7 +29,7 @@ from hytrain.step.autograd import in_backward
 from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.offload import Offload
-from hytrain.tensors import has_memory, saves_with_other_hooks, version
+from hytrain.tensors import has_memory, local, saves_with_other_hooks, version
 from hytrain.uncompiled import uncompiled
 
 _REPLAYED: Final = (
@@ -55,7 +55,7 @@ class Blocks:
             activations.enter_block()
         if gate.block is not None:
             self._fetch(gate.block, inside=inside, measured=measured)
-            if gate.block.life.is_offloaded and _may_save_with_hooks():
+            if gate.block.life.is_offloaded and not gate.block.is_gathered and _may_save_with_hooks():
                 self._save_with_hooks(gate)
 
     def enter_backward(self, gate: Gate) -> None:
@@ -70,7 +70,7 @@ class Blocks:
     def _fetch(self, block: OffloadedBlock, *, inside: bool, measured: bool) -> None:
         """A block computes: wait for its weights, if they are offloaded, and measure one copy per step."""
         life = block.life
-        waits = inside and life.is_offloaded and Pin.COMPUTES not in life.pins
+        waits = inside and life.is_offloaded and Pin.COMPUTES not in life.pins and not block.is_gathered
         arrived = self._meter.mark() if waits else None
         self._offload.enter(block, inside)
         if waits:
@@ -87,7 +87,7 @@ class Blocks:
         inside, block = in_backward(), gate.block
         if gate.is_block and not inside and (activations := self._saving_activations) is not None:
             activations.leave_block()
-        if block is None:
+        if block is None or block.is_gathered:
             return
         if saving := self._saving.get(gate):
             saving.pop().__exit__()
@@ -195,7 +195,7 @@ def _packing(
             blocks.enter_backward(saved.gate)
             if torch.is_grad_enabled() and saved.gate.block is not None:
                 pin(saved.gate.block, Pin.GRAPH)  # `create_graph`: what this backward saves is not seen
-        if not has_memory(saved.tensor):
+        if not has_memory(local(saved.tensor)):
             raise UsageError(f"layer {saved.gate.layers[0].name} is used again after its update has begun")
         return saved.tensor
 

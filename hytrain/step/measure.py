@@ -84,7 +84,7 @@ class StepMarks:
     backward: list[tuple[int, Mark]] = field(default_factory=list)
     spans: list[tuple[str, tuple[int, ...], int, Span]] = field(default_factory=list)
     gathers: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
-    fetched: list[tuple[int, Span]] = field(default_factory=list)
+    fetched: list[tuple[int, Span, Waited | None]] = field(default_factory=list)
     turns: list[Mark] = field(default_factory=list)
     starved: int = 0
     number: int = 0
@@ -102,9 +102,13 @@ class StepMarks:
         ]
         backward = [mark for _, mark in self.backward]
         copies = [mark for *_, span in self.spans for mark in span]
-        others = [mark for _, span in (*self.gathers, *self.fetched) for mark in span]
+        others = [mark for _, span in self.gathers for mark in span] + list(self.of_fetched())
         ends = [mark for mark in (self.began, self.left, self.entered, self.end) if mark is not None]
         return chain(forward, self.turns, backward, copies, others, ends)
+
+    def of_fetched(self) -> Iterator[Mark]:
+        for _, span, waited in self.fetched:
+            yield from chain(span, waited.marks() if waited else ())
 
 
 class Interval(NamedTuple):
@@ -209,7 +213,8 @@ class Meter:
             self._clock.recycle(mark for _, span in self._now.forward for mark in span)
             self._clock.recycle(mark for waited in self._now.waited.values() for mark in waited.marks())
             self._clock.recycle(self._now.turns)  # from a backward whose gradients were dropped
-            self._clock.recycle(mark for _, span in (*self._now.gathers, *self._now.fetched) for mark in span)
+            self._clock.recycle(mark for _, span in self._now.gathers for mark in span)
+            self._clock.recycle(self._now.of_fetched())
             self._now.gathers.clear()
             self._now.fetched.clear()
             self._now.waited.clear()
@@ -221,9 +226,12 @@ class Meter:
         gathers, began = self._now.gathers, self._clock.mark()
         return lambda: gathers.append((lids, (began, self._clock.mark())))
 
-    def fetched(self, lid: int, arrived: Mark) -> None:
-        """Backward continues after a layer, for whose offloaded weights or visit it may have waited since `arrived`."""
-        self._now.fetched.append((lid, (arrived, self._clock.mark())))
+    def fetched(self, lid: int, arrived: Mark, waited: Waited | None = None) -> None:
+        """Backward continues after a layer, for whose offloaded weights or visit it may have waited since `arrived`.
+
+        Or it has waited for an all-gather, which `waited` for the weights.
+        """
+        self._now.fetched.append((lid, (arrived, self._clock.mark()), waited))
 
     def turn(self) -> None:
         """One of several backwards begins. Only the time before the first and after the last is measured."""
@@ -308,8 +316,7 @@ class Meter:
             if index in marks.waited:  # a stall is the part in which the all-gather waits, too
                 noticed.append(interval("stall_s", lids[:1], *marks.waited[index].on_modules_stream))
                 waited = interval("stall_s", lids[:1], *marks.waited[index].on_its_stream)
-                began_s = min(max(whole.began_s, waited.began_s), whole.ended_s)
-                stall = whole._replace(began_s=began_s, ended_s=max(began_s, min(whole.ended_s, waited.ended_s)))
+                stall = _within(whole, waited)
                 found += _without(whole._replace(kind="exposed_s"), [stall])
             found.append(stall)
         found += noticed
@@ -325,7 +332,10 @@ class Meter:
         # A device update follows its layer's mark on the same stream. Without overlap, all follow the last mark.
         updates = [interval(kind, lids, *span) for kind, lids, _, span in marks.spans if kind == "gpu_update_s"]
         updated_s = {update.lids[0]: update.ended_s for update in updates}
-        waits = [interval("stall_s", (lid,), *span) for lid, span in marks.fetched]
+        waits = [interval("stall_s", (lid,), *span) for lid, span, _ in marks.fetched]
+        for index, (lid, _, waited_for) in enumerate(marks.fetched):
+            if waited_for is not None:
+                waits[index] = _within(waits[index], interval("stall_s", (lid,), *waited_for.on_its_stream))
         if marks.turns:
             began_s = self._clock.seconds((first, marks.turns[-1]))
             waits = [wait for wait in waits if wait.began_s >= began_s]
@@ -412,6 +422,12 @@ class Meter:
 
 
 _BEGAN: Final = attrgetter("began_s")
+
+
+def _within(whole: Interval, other: Interval) -> Interval:
+    """The part of an interval that is in another one, too."""
+    began_s = min(max(whole.began_s, other.began_s), whole.ended_s)
+    return whole._replace(began_s=began_s, ended_s=max(began_s, min(whole.ended_s, other.ended_s)))
 
 
 def _without(whole: Interval, holes: Iterable[Interval]) -> list[Interval]:

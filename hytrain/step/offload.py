@@ -24,7 +24,7 @@ from hytrain.memory.transfer import Fence, Transfers
 from hytrain.model.block_life import Event, Pin, State
 from hytrain.model.trained import OffloadedBlock, TrainedLayer, written
 from hytrain.model.watched import unwatched
-from hytrain.tensors import has_memory, storage_of, untraced
+from hytrain.tensors import has_memory, is_distributed, local, storage_of, untraced
 from protocol.visiting import wider_by_bytes
 
 _log = logging.getLogger(__name__)
@@ -103,10 +103,11 @@ class Offload:
 
     def block_of(self, tensor: Tensor) -> OffloadedBlock | None:
         """The block of which the tensor is a weight, or a view of one."""
-        if not (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)) or tensor.layout is not torch.strided:
+        is_known = type(tensor) is Tensor or isinstance(tensor, nn.Parameter) or is_distributed(tensor)
+        if not is_known or tensor.layout is not torch.strided:
             return None
         try:
-            return self._of_storage.get(storage_of(tensor))
+            return self._of_storage.get(storage_of(local(tensor)))
         except NotImplementedError:  # a tensor of `torch.func`
             return None
 
@@ -135,10 +136,10 @@ class Offload:
             self._land(block)  # on another stream, perhaps
             return
         self._order.come_to(here)
-        if inside_backward:
-            self._compute(block)
-        else:
+        if not inside_backward:
             self._forget_views(block)  # before its own forward makes some
+        elif not block.is_gathered:
+            self._compute(block)
         self._bring(block)
         life.pin(Pin.COMPUTES)
         self._look_ahead(here)
@@ -196,15 +197,25 @@ class Offload:
     def leave(self, block: OffloadedBlock) -> None:
         """The block's forward has ended. Backward enters it again."""
         if block.life.is_offloaded:
-            self._rest(block, inside_backward=False)
+            self._rest(block, (block, False))
+
+    def after_gather(self, block: OffloadedBlock, inside_backward: bool) -> None:
+        """The current stream has copied its weights. In backward, a visit's update needs them once more."""
+        visits = inside_backward and any([layer.life.placement.visits for layer in block.layers])
+        if block.life.is_offloaded and not visits:
+            self._rest(block, (block, inside_backward))
 
     def had_gradient(self, block: OffloadedBlock, backward: int) -> None:
         """A parameter's gradient of this backward was taken. After the last one, the block has computed."""
         if block.backward != backward:
             block.backward, block.lacking = backward, len(block.parameters)
         block.lacking -= 1
-        if block.lacking == 0 and block.life.is_offloaded:
-            self._rest(block, inside_backward=True)
+        if block.lacking > 0 or not block.life.is_offloaded:
+            return
+        if not block.is_gathered:
+            self._rest(block, (block, True))
+        elif Pin.COMPUTES in block.life.pins:
+            self._rest(block, self._order.last or (block, True))  # all-gathers are ahead of gradients
 
     def end_backward(self) -> None:
         """Some blocks may lack gradients."""
@@ -309,21 +320,22 @@ class Offload:
                     with unwatched():
                         for known in block.parameters:
                             if not known.is_gone:
-                                known.parameter.data = known.values().clone()
+                                local(known.parameter).data = known.values().clone()
                     _log.warning("the weights of layer %s stay in host memory: the GPU is full", block.layers[0].name)
             self._on(block, Event.END)
-            self._transfers.keep_for(None, [known.own for known in block.parameters])  # whoever frees it, and when
+            self._transfers.keep_for(None, block.memory)  # whoever frees it, and when
         if self._blocks:
             self._transfers.drain()
 
     # ------------------------------------------------------------ memory
 
-    def _rest(self, block: OffloadedBlock, *, inside_backward: bool) -> None:
+    def _rest(self, block: OffloadedBlock, place: Place) -> None:
+        """Nobody computes with the block, and `place` is what was entered last."""
         block.life.unpin(Pin.COMPUTES)
         if block in self._computing:
             self._computing.remove(block)
         self.note_use(block)
-        self._look_ahead(self._order.after((block, inside_backward)))
+        self._look_ahead(self._order.after(place))
 
     def _look_ahead(self, place: Place) -> None:
         """Free what will not be needed soon, then fetch what will be, as far as it is current in host memory."""
@@ -348,11 +360,10 @@ class Offload:
             if block.may_leave:
                 with untraced():
                     self._before_free(block)
-                    own = [known.own for known in block.parameters]
                     if not block.is_pooled:
-                        self.leave_to_others(block, own)
+                        self.leave_to_others(block, block.memory)
                     self._on(block, Event.FREE)
-                    self._transfers.free(own, after=self._users(block))
+                    self._transfers.free(block.memory, after=self._users(block))
 
     def free_all(self) -> None:
         """Free what need not stay: it comes again when it is needed."""
@@ -373,14 +384,14 @@ class Offload:
 
     def _users(self, block: OffloadedBlock) -> list[Fence]:
         """Events before which its memory may not be written: what uses it now, and copies out of it."""
-        users = [self._transfers.fence(), *block.computed.values(), *(copy.done for copy in block.copies_out)]
+        users = [*self._transfers.events(), *block.computed.values(), *(copy.done for copy in block.copies_out)]
         block.leaving.clear()
         block.computed.clear()
         return users
 
     def note_use(self, block: OffloadedBlock) -> None:
         """The current stream has used its weights."""
-        block.computed[self._transfers.stream()] = self._transfers.fence()
+        block.computed[self._transfers.stream()] = self._transfers.event()
 
     def _bring(self, block: OffloadedBlock) -> None:
         if not block.life.is_away:
@@ -403,7 +414,7 @@ class Offload:
         is_current = block.is_current_on_host  # before the copies begin
         is_present = block.life.is_present
         users = self._users(block) if is_present else []  # whoever reads the old weights comes first
-        freed = [] if is_present else [known.own for known in block.parameters]
+        freed = [] if is_present else block.memory
         block.arrival = self._transfers.stream_in(freed, block.incoming(), after=users)
         block.is_pooled = block.is_pooled or bool(freed)
         self._on(block, Event.FETCH if is_current else Event.FETCH_EARLY)

@@ -87,15 +87,27 @@ class Reads:
 
         Returns the marks around the wait, for `use_gathered`, if it is measured.
         """
-        if not self._measures(gate):
+        measured = self._measures(gate)
+        fetches = in_backward() and gate.block is not None and gate.block.life.is_offloaded
+        if not (measured or fetches):
             self._await(gate, False)
             self.leave(gate)
             return None
         noticed, began = self._meter.mark(modules), self._meter.mark()
-        self._await(gate, True)
+        self._await(gate, measured)
         self.leave(gate)
         waited = began, self._meter.mark()
         return Waited((noticed, self._meter.mark(modules)), waited)
+
+    def gather_again(self, gate: Gate) -> None:
+        """An all-gather of what this backward has updated begins: shards must be there, but nobody uses the result."""
+        if gate.block is not None:
+            self._offload.enter(gate.block, True)
+
+    def after_reading(self, gate: Gate) -> None:
+        """The all-gather has copied the shards, on the current stream."""
+        if gate.block is not None:
+            self._offload.after_gather(gate.block, in_backward())
 
     def before_use_of_gathered(self) -> Mark:
         """Modules are about to wait for an all-gather."""
@@ -103,7 +115,10 @@ class Reads:
 
     def use_gathered(self, gate: Gate, arrived: Mark, waited: Waited) -> None:
         """Modules compute with what was gathered."""
-        self._meter.forward(gate.lids, arrived, waited)
+        if in_backward():
+            self._meter.fetched(gate.lids[0], arrived, waited)
+        else:
+            self._meter.forward(gate.lids, arrived, waited)
 
     def gathering(self, gate: Gate) -> Callable[[], None] | None:
         """The all-gather of the gate's shards begins: what to call at its end, so that training steps measure it."""

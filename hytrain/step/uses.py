@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ from hytrain.step.gradient import RoundTrip
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.reads import Reads
 from hytrain.step.timing import SEEN
-from hytrain.tensors import version
+from hytrain.tensors import distributed, is_distributed, version
 
 _USED_EARLY: Final = (
     "{} is used between backward and step(), but its update has already begun, which torch would make in step(): use "
@@ -79,17 +80,29 @@ class Uses:
     def away(self, tensor: Tensor) -> Tensor | None:
         """A copy of a parameter's value in host memory, if it is offloaded; all updates have been waited for."""
         known = self._of.get(id(tensor))
-        if known is None or not any(layer.rests_on_host for layer, _ in known.places) or not self._may_use(known):
+        if known is None or not self._is_copied(known, tensor) or not self._may_use(known):
             return None
         for layer, _ in known.places:
             self._offload.land(layer)
-        copied = known.values().clone()
+        copied = distributed(known.values().clone(), tensor)
         self.copies.append((weakref.ref(copied), version(copied), known.name))
         return copied
 
-    def forget_copies(self) -> None:
-        """Weights are loaded: what was written to copies of them is loaded now, as after DCP, or not meant to be."""
+    def _is_copied(self, known: TrainedParameter, tensor: Tensor) -> bool:
+        """Of shards, all are: `full_tensor()` needs them on one device on all ranks, which have plans of their own."""
+        if is_distributed(tensor):
+            return self._offload.may_offload
+        return any(layer.rests_on_host for layer, _ in known.places)
+
+    def before_loading(self, tensors: Iterable[Tensor]) -> None:
+        """Weights are loaded: what was written to copies of them is loaded now, as after DCP, or not meant to be.
+
+        Shards that are not loaded come, too: FSDP2 looks at all of them after that.
+        """
         self.copies.clear()
+        for known in [self._of[id(tensor)] for tensor in tensors if is_distributed(tensor) and id(tensor) in self._of]:
+            for layer, _ in known.places:
+                self._offload.use(layer)
 
     def require_unwritten_copies(self) -> None:
         """Raise `UsageError` if a copy was written, as one would write weights in torch."""

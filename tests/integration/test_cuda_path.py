@@ -13,6 +13,7 @@ import time
 import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +47,7 @@ from hytrain.step import activations
 from hytrain.step.activations import Activations, Saved
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.masters import Masters
+from hytrain.step.offload import Offload
 from hytrain.tensors import address
 from protocol.messages import TakeOver
 
@@ -251,6 +253,17 @@ def test_all_users_of_memory_that_is_left_to_others_are_known(
         first.waited_for.clear()
         offload.leave_to_others(block, [known.own for known in block.parameters[:1]])
         assert block.arrival.done in first.waited_for and set(kept) == {first, second}
+
+
+def test_a_stream_that_has_used_weights_waits_for_no_other(current: Current) -> None:
+    """As that of FSDP2's all-gathers, beside what the default stream computes. Who fetches waits for both."""
+    transfers = OverHostMemory(torch.device("cpu"))
+    used: Any = SimpleNamespace(computed={}, leaving=[], copies_out=[])
+    default, current.stream = current.streams
+    Offload([], transfers).note_use(used)
+    assert not current.stream.waited_for and list(used.computed) == [current.stream]
+    transfers.free([], after=Offload([], transfers)._users(used))
+    assert not current.stream.waited_for and len(transfers._window.waited_for) == 3  # type: ignore[attr-defined]
 
 
 def test_the_cpu_takes_over_what_is_back_from_its_last_visit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -398,6 +398,10 @@ def test_activations_in_host_memory(two_ranks: RankGroup) -> None:
     assert all(sent > 20 for sent in two_ranks.run(compare_offloaded))
 
 
+def lent_view(each: Any) -> Tensor:
+    return view(Mapping(each.memory.descriptor, each.memory.nbytes), each.offset, each.dtype, each.shape)
+
+
 def lend_shards() -> None:
     """After an evaluation, which leaves the outermost parameters gathered."""
     model = frozen_scales()
@@ -410,10 +414,7 @@ def lend_shards() -> None:
         with torch.no_grad():
             model.eval()(tokens(0, 0))
         with opt.lend_weights() as lent:
-            found = {
-                name: view(Mapping(each.memory.descriptor, each.memory.nbytes), each.offset, each.dtype, each.shape)
-                for name, each in lent.items()
-            }
+            found = {name: lent_view(each) for name, each in lent.items()}
             assert differing(found, expected) == []
             assert {name for name in lent if lent[name].kind == "frozen"} == {n for n in lent if n.endswith("scale")}
 
@@ -664,10 +665,6 @@ def per_layer() -> tuple[nn.Module, dict[str, Any]]:
     return plain(), {"max_grad_norm": 1.0, "clip": "per_layer"}
 
 
-def offloaded() -> tuple[nn.Module, dict[str, Any]]:
-    return plain(), {"k": 0.0, "offload_weights": 0.5}
-
-
 def per_layer_on_one() -> tuple[nn.Module, dict[str, Any]]:
     return plain(), {"max_grad_norm": 1.0, "clip": "per_layer" if dist.get_rank() == 1 else "global"}
 
@@ -703,7 +700,6 @@ def refusal(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> str:
         (other_options, r"max_grad_norm"),
         (other_accumulation, r"grad_accumulation"),
         (per_layer, r"a layer is in shards"),
-        (offloaded, r"offload_weights with several ranks.*leave it out"),
         (per_layer_on_one, r"the same .*clip"),
         (other_betas, r"param_groups"),
     ],

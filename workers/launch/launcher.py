@@ -184,7 +184,7 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
         with needed("--dry-run", "recipe"):
             from hytrain.recipe.estimate import estimate
 
-        print(estimate(recipe, world or 1).render())
+        print(estimate(recipe, world or 1, None if job is None else job.ranks).render())
         return 0
     end_s, restarts = time_limit.end_s(arguments.save_before, arguments.time_limit), torchrun.restarts(arguments)
     config = ClusterConfig.resolve(flags=_flags(arguments), file=_cluster_settings(recipe))
