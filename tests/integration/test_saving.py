@@ -615,13 +615,17 @@ def test_training_goes_on_while_a_state_is_saved(
 
 
 def test_checksums_behind_the_training_take_no_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, asked, each = perceptron(), list[object](), saver.each
-    monkeypatch.setattr(manifest, "each", lambda call, items: asked.append(call) or each(call, items))
+    model, asked, each = perceptron(), list[bool](), saver.each
+
+    def noted(call: Any, items: Any, *, in_parallel: bool) -> Any:
+        asked.append(in_parallel)
+        return each(call, items, in_parallel=in_parallel)
+
+    monkeypatch.setattr(manifest, "each", noted)
     with adamw(model) as opt:
         opt.async_save(tmp_path / "behind").result()
-        assert asked == []
         opt.save(tmp_path / "waiting")
-        assert asked
+    assert asked == [False, True]
 
 
 def test_saves_do_not_overtake_each_other_and_closing_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
