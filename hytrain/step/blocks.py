@@ -29,7 +29,7 @@ from hytrain.step.autograd import in_backward
 from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.offload import Offload
-from hytrain.tensors import has_memory, local, saves_with_other_hooks, version
+from hytrain.tensors import has_memory, saves_with_other_hooks, version
 from hytrain.uncompiled import uncompiled
 
 _REPLAYED: Final = (
@@ -195,7 +195,7 @@ def _packing(
             blocks.enter_backward(saved.gate)
             if torch.is_grad_enabled() and saved.gate.block is not None:
                 pin(saved.gate.block, Pin.GRAPH)  # `create_graph`: what this backward saves is not seen
-        if not has_memory(local(saved.tensor)):
+        if not has_memory(saved.tensor):
             raise UsageError(f"layer {saved.gate.layers[0].name} is used again after its update has begun")
         return saved.tensor
 

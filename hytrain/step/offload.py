@@ -24,7 +24,7 @@ from hytrain.memory.transfer import Fence, Transfers
 from hytrain.model.block_life import Event, Pin, State
 from hytrain.model.trained import OffloadedBlock, TrainedLayer, written
 from hytrain.model.watched import unwatched
-from hytrain.tensors import has_memory, is_distributed, local, storage_of, untraced
+from hytrain.tensors import has_memory, local, storage_of, untraced
 from protocol.visiting import wider_by_bytes
 
 _log = logging.getLogger(__name__)
@@ -103,11 +103,10 @@ class Offload:
 
     def block_of(self, tensor: Tensor) -> OffloadedBlock | None:
         """The block of which the tensor is a weight, or a view of one."""
-        is_known = type(tensor) is Tensor or isinstance(tensor, nn.Parameter) or is_distributed(tensor)
-        if not is_known or tensor.layout is not torch.strided:
+        if not (type(tensor) is Tensor or isinstance(tensor, nn.Parameter)) or tensor.layout is not torch.strided:
             return None
         try:
-            return self._of_storage.get(storage_of(local(tensor)))
+            return self._of_storage.get(storage_of(tensor))
         except NotImplementedError:  # a tensor of `torch.func`
             return None
 
