@@ -184,7 +184,7 @@ def test_what_the_cpu_trainer_cannot_know_is_refused_before_it_does_harm() -> No
             with pytest.raises(UsageError, match=f"got {count} micro-batches: from 1 to parts=4"):
                 cotraining.backward(micro_batches(1, count))
         for what, sentence in (
-            ({1}, r"a micro-batch\['more'\]\[1\] is of set: tensors, numbers"),
+            ({1}, r"a micro-batch\['more'\]\[1\] is of set: only tensors, numbers"),
             (torch.eye(2).to_sparse(), r"a micro-batch\['more'\]\[1\] is a tensor that is not dense"),
         ):
             wrong = [*batches[:2], {**batches[2], "more": (1.0, what)}, batches[3]]
