@@ -42,7 +42,7 @@ class Boundary:
         self._traffic, self._handover, self._plans, self._gpu_room = common.transfers.traffic, handover, plans, gpu_room
         self._is_stage, self._host_free, self._visits = common.is_stage, host_free, common.visits
         self._verdicts, self._activations = common.verdicts, common.activations
-        self._timing = common.accumulation.timing
+        self._accumulation, self._parameters = common.accumulation, common.parameters
         self._numels = [layer.spec.numel for layer in common.layers]
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
@@ -113,7 +113,7 @@ class Boundary:
                 to_host_bytes=to_host_bytes,
                 layers=times,
                 saves=self.loop_saves,
-                in_step=self._timing.in_step,
+                in_step=self._accumulation.timing.in_step,
             ),
         )
         self._trace(step + 1, has_drawn)
@@ -207,6 +207,7 @@ class Boundary:
         if not self.is_moving:
             return
         began_s = time.monotonic()
+        self._accumulation.leave_planes(self._parameters)
         with self._health.undivided("a handover of layers"):
             plan, moved = self._handover.finish(step)
             self._plans.settle()

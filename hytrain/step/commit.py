@@ -68,9 +68,7 @@ class Commit:
 
     def finish_plan(self) -> None:
         """The step's first gradient has come: placements hold from now on, for this step."""
-        if self._boundary.is_moving:
-            self._accumulation.leave_planes(self._parameters)
-            self._boundary.finish_plan(self._health.life.step)
+        self._boundary.finish_plan(self._health.life.step)
 
     def begin_step(self) -> None:
         """The step's updates are about to begin: fix masters and hyperparameters for this step."""

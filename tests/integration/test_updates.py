@@ -568,18 +568,22 @@ def test_it_is_planned_for_where_updates_begin(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Link, "post", note)
     with adamw(perceptron()) as opt:
-        table = opt._session._engine._boundary._timing.in_step
+        table = opt._session._engine._boundary._accumulation.timing.in_step
         train(opt._model, opt, range(4), square_loss)
     assert table and [report.in_step for report in reports] == [True, True, False, False]
 
 
-def test_gradients_that_stay_over_steps_stay_when_their_layers_move() -> None:
+@pytest.mark.parametrize("synchronizes", [False, True])
+def test_gradients_that_stay_over_steps_stay_when_their_layers_move(synchronizes: bool) -> None:
+    """With the next gradient, or as soon as somebody wants all updates to be over: who saves, or closes."""
     moved = list[int]()
 
     def run(model: nn.Module, opt: Any) -> None:
         for step in range(12):
             backward(model, step)
             opt.step()
+            if synchronizes and isinstance(opt, hytrain.AdamW):
+                opt.synchronize()
             if step % 3 == 2:
                 opt.zero_grad()
             if isinstance(opt, hytrain.AdamW):
