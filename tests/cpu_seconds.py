@@ -13,8 +13,6 @@ import pytest
 
 #: What a test may cost that is neither slow, nor for a GPU, nor for trainers.
 LIMIT_S: Final = 20.0
-#: Or this share of what all tests of a run cost: on a slow machine, all cost more.
-LIMIT: Final = 0.024
 #: Tests that may cost more, and why.
 DEAR: Final[dict[str, str]] = {
     "tests/integration/test_nodes.py::test_the_first_machine_shows_all_ranks": "nothing of two machines is a fork",
@@ -28,7 +26,7 @@ class CpuSeconds:
 
     def __init__(self) -> None:
         self._costs: dict[str, float] = {}
-        self._free = set[str]()
+        self._too_dear: list[str] = []
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -41,18 +39,10 @@ class CpuSeconds:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            self._costs[report.nodeid] = float(str(dict(report.user_properties)[_NAME]))
-            if {"slow", "gpu", "frameworks"} & report.keywords.keys() or report.nodeid in DEAR:
-                self._free.add(report.nodeid)
-
-    @property
-    def _limit_s(self) -> float:
-        return max(LIMIT_S, LIMIT * sum(self._costs.values()))
-
-    @property
-    def _too_dear(self) -> list[str]:
-        limit_s = self._limit_s
-        return [test for test, cost_s in self._costs.items() if cost_s > limit_s and test not in self._free]
+            cost_s = self._costs[report.nodeid] = float(str(dict(report.user_properties)[_NAME]))
+            is_free = {"slow", "gpu", "frameworks"} & report.keywords.keys() or report.nodeid in DEAR
+            if cost_s > LIMIT_S and not is_free:
+                self._too_dear.append(report.nodeid)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if self._too_dear and session.exitstatus == pytest.ExitCode.OK:
@@ -67,7 +57,7 @@ class CpuSeconds:
             terminalreporter.line(f"{self._costs[test]:6.1f}  {test}")
         for test in self._too_dear:
             terminalreporter.line(
-                f"above {self._limit_s:.0f} CPU seconds, and not among DEAR in {__file__}: {test}", red=True
+                f"above {LIMIT_S:.0f} CPU seconds, and not among DEAR in {__file__}: {test}", red=True
             )
 
 
