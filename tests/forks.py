@@ -18,6 +18,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import inspect
 import io
 import json
 import logging
@@ -217,6 +218,8 @@ def serve(connection: socket.socket) -> NoReturn:
     for name in FORKING:
         importlib.import_module(name).Popen = Forked  # type: ignore[attr-defined]
     os.execv = _exec
+    # torchrun's agent has the module of each frame looked up. For runpy's, that is a look at all modules: 2 s in a run.
+    inspect.modulesbyfile["<frozen runpy>"] = "runpy"  # type: ignore[attr-defined]
     _Here.is_fork = True
     _Here.descriptors = frozenset(map(int, os.listdir("/proc/self/fd"))) - {connection.fileno()}
     _Here.filters, _Here.path = list(warnings.filters), list(sys.path)

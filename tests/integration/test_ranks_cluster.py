@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 import torch.distributed as dist
+from forks import Forked
 from helpers import DEADLINE_S
 from programs import CLUSTER, SCRIPTS, read_until, run, started
 from ranks import RankGroup
@@ -73,11 +75,13 @@ def test_an_error_of_one_rank_is_raised_on_all(two_ranks: RankGroup, tmp_path: P
         assert f"no HyTrain run has its sockets in {tmp_path}" in said
 
 
-def test_a_program_under_torchrun(run_dir: Path) -> None:
-    ran = run(sys.executable, CLUSTER, "--nproc-per-node", "2", SHARDED, "12", how=subprocess.Popen)
+@pytest.mark.parametrize(("ranks", "how"), [(1, subprocess.Popen), (2, Forked)])
+def test_a_program_under_torchrun(ranks: int, how: type[subprocess.Popen[str]], run_dir: Path) -> None:
+    """Two ranks that are no forks: tests/integration/test_nodes.py."""
+    ran = run(sys.executable, CLUSTER, "--nproc-per-node", str(ranks), SHARDED, "12", how=how)
     assert ran.returncode == 0, ran.stderr
-    assert sorted(re.findall(r"rank . is done", ran.stdout)) == ["rank 0 is done", "rank 1 is done"]
-    for rank, metrics in enumerate(("metrics.jsonl", "metrics-1.jsonl")):
+    assert sorted(re.findall(r"rank . is done", ran.stdout)) == [f"rank {rank} is done" for rank in range(ranks)]
+    for rank, metrics in enumerate(("metrics.jsonl", "metrics-1.jsonl")[:ranks]):
         steps = [json.loads(line)["step"] for line in (run_dir / metrics).read_text().splitlines()]
         assert steps == list(range(1, 13))
         said = (run_dir / "logs" / f"trainer-{rank}.log").read_text()
