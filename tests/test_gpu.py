@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -211,6 +212,9 @@ class Driver:
         self.pinned[start] = nbytes
         return int(self._cuda.cudaHostRegister(start, nbytes, flags))
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cuda, name)
+
     def cudaHostUnregister(self, start: int) -> int:  # noqa: N802
         del self.pinned[start]
         return int(self._cuda.cudaHostUnregister(start))
@@ -333,6 +337,37 @@ def test_clipping_gives_the_same_bits_whoever_owns_a_layer(dtype: torch.dtype, m
     state = train_poisoned(dtype, tmp_path, runs, max_grad_norm=max_norm, on_nonfinite="skip")
     unclipped, _ = train(llama(dtype), tmp_path, k=0.0)
     assert not torch.equal(state["lm_head.weight"], unclipped["lm_head.weight"])
+
+
+class Wide(nn.Module):
+    """No block repeats, so its parameters are divided: the first into eight pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(1000, 3000), nn.Linear(3000, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast(torch.Tensor, self.down(self.up(x).tanh()))
+
+
+@pytest.mark.parametrize("k", [0.0, 0.5])
+def test_the_norm_is_that_of_clip_grad_norm_(k: float, tmp_path: Path) -> None:
+    """The weights stay, so that the GPU computes the same gradients for both."""
+    model = Wide().cuda()
+    other = copy.deepcopy(model)
+    optimizer = hytrain.AdamW(model, lr=0.0, weight_decay=0.0, max_grad_norm=1e9, k=k, run_dir=str(tmp_path))
+    assert max(len(known.places) for known in optimizer._engine._parameters) == 8
+    for _ in range(20):
+        x = torch.randn(64, 1000, device="cuda")
+        for each in (model, other):
+            each(x).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(other.parameters(), 1e9)
+        optimizer.step()
+        assert optimizer.grad_norm is not None and torch.equal(optimizer.grad_norm, norm)
+        other.zero_grad()
+        optimizer.zero_grad()
+    optimizer.close()
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.7])

@@ -61,10 +61,10 @@ def press(nbytes: int = 1 << 22) -> None:
 @pytest.fixture(params=[False, True], ids=["segments", "expandable segments"])
 def expandable(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.cuda.empty_cache()
-    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{request.param}")
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{request.param}")
     yield
     torch.cuda.empty_cache()
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.7}, {"visit": 0.3}], ids=["plain", "clipped", "visits"])

@@ -225,6 +225,9 @@ class TrainedParameter:
         """
         self._begin_update(step)
         full = []
+        if len(self.places) > 1:
+            first, index = self.places[0]
+            first.whole[index] = gradient
         for layer, index in self.places:
             layer.filled[index] = layer.segments[index].part(gradient)
             layer.streams.add(stream)
@@ -309,7 +312,8 @@ class TrainedLayer:
     """One layer.
 
     `waiting` has parameters whose gradients have come in this backward, and the streams that computed those. `filled`
-    holds this step's gradients by segment until they are sent, `streams` the streams that computed them.
+    holds this step's gradients by segment until they are sent, `streams` the streams that computed them. `whole` holds
+    those of parameters in pieces, of which the layer has the first.
     `sent` are the update counts of the update under way. `landing` ends when the last update's weights are there,
     `returned` when its state is back from a visit, or has come from the GPU. `source` are the planes that the weights
     came from, `moving` is the copy of the state to the GPU. `came` is the step in which the GPU last took over updates
@@ -332,6 +336,7 @@ class TrainedLayer:
     source: Planes | None = None
     waiting: dict[TrainedParameter, tuple[Tensor, Stream]] = field(default_factory=dict)
     filled: dict[int, Tensor] = field(default_factory=dict)
+    whole: dict[int, Tensor] = field(default_factory=dict)
     streams: set[Stream] = field(default_factory=set)
     sent: tuple[int, ...] = ()
     moving: Moving | None = None
@@ -438,6 +443,7 @@ class TrainedLayer:
 
     def close(self) -> None:
         self.filled.clear()
+        self.whole.clear()
         if self.holds is not None:
             self.holds.close()
         self.holds = self.moving = self.returned = None

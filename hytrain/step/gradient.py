@@ -92,6 +92,7 @@ class RoundTrip:
             counts = tuple([s.owner.count if i in layer.filled else 0 for i, s in enumerate(layer.segments)])
             layer.life.on(Event.FILLED, step)
             gradients, layer.filled, layer.sent, layer.landing, layer.source = layer.filled, {}, counts, None, None
+            layer.whole.clear()
             layer.streams.clear()
             if layer.life.placement.updates == "cpu" and not awaited:
                 _count_write(layer)

@@ -2,14 +2,14 @@
 
 Global clipping:
 
-    layer full ─ add: a norm per segment ─┬─▶ norm so far, copied with the gradient ─▶ GradReady.exceeds, a hint
+    layer full ─ add: norm by parameter ──┬─▶ norm so far, copied with the gradient ─▶ GradReady.exceeds, a hint
     backward over ─ judge ────────────────┴─▶ norm ─▶ scale, on the device ─▶ GPU-owned layers, now
                                                       └─ copied to the host ─▶ Verdict ─▶ optimizer: its layers
 
-Norms are computed on the device, whoever owns the layer, and combined in the order of the parameters. This is what
-`torch.nn.utils.clip_grad_norm_` does, but always in float32, and for a parameter in pieces, piece by piece. So scale
-and verdict do not depend on k. Only `count_last` waits for the device. The norm so far grows as layers come. It tells
-an optimizer that updates ahead of the verdict when to stop doing so.
+Norms are computed on the device, whoever owns the layer, and combined in the order of the parameters, by the functions
+that `torch.nn.utils.clip_grad_norm_` calls, but always in float32. That of a parameter in pieces comes with the layer
+that has its first. So scale and verdict do not depend on k. Only `count_last` waits for the device. The norm so far
+grows as layers come. It tells an optimizer that updates ahead of the verdict when to stop doing so.
 
 With a scaled loss, the gradients' norm is divided by the loss scale, and the verdict's scale includes that division. A
 non-finite step is skipped, and lowers a dynamic loss scale.
@@ -110,7 +110,7 @@ class Verdicts:
         wanted, self._device = options.loss_scale, parameters[0].own.device
         self.loss_scale = None if wanted is None else LossScale(wanted, self._device)
         self._order = {id(known): index for index, known in enumerate(parameters)}
-        self._norms: dict[tuple[int, int], Tensor] = {}
+        self._norms: dict[int, Tensor] = {}  # by number of the parameter
         self._hints = hints and self.awaited
         self._so_far: list[Tensor] = []
         self._so_far_on_host: dict[int, Tensor] = {}
@@ -122,24 +122,24 @@ class Verdicts:
 
     def add(self, layer: TrainedLayer) -> None:
         """Add the norms of a layer whose gradients, in `filled`, are complete."""
-        norms = {i: torch.linalg.vector_norm(grad, dtype=torch.float32) for i, grad in layer.filled.items()}
         if self.awaited:
-            for index, norm in norms.items():
-                segment = layer.segments[index]
-                if id(segment.owner.parameter) not in self._counted:
-                    continue
-                self._norms[self._order[id(segment.owner)], segment.start] = norm
-        if self._hints:
-            self._so_far = [torch.linalg.vector_norm(torch.stack([*self._so_far, *norms.values()]))]
+            begun = {i: layer.whole.get(i, grad) for i, grad in layer.filled.items() if layer.segments[i].start == 0}
+            norms = _norms(list(begun.values()))
+            for index, norm in zip(begun, norms, strict=True):
+                owner = layer.segments[index].owner
+                if id(owner.parameter) in self._counted:
+                    self._norms[self._order[id(owner)]] = norm
+            if self._hints and norms:
+                self._so_far = [torch.linalg.vector_norm(torch.stack([*self._so_far, *norms]))]
         if self._max_layer_norm is not None:
-            norm = torch.linalg.vector_norm(torch.stack([norms[index] for index in sorted(norms)]))
+            norm = torch.linalg.vector_norm(torch.stack(_norms([layer.filled[i] for i in sorted(layer.filled)])))
             scale = torch.clamp(self._max_layer_norm / (self._unscaled(norm) + NORM_EPS), max=1.0)
             for gradient in layer.filled.values():
                 gradient.mul_(scale)
 
     def norm_so_far(self, layer: TrainedLayer) -> NormSoFar | None:
         """The norm of all gradients since the last verdict, to be copied together with the layer's gradients."""
-        if not self._hints:
+        if not self._so_far:
             return None
         norm = self._so_far[0].view(1)
         if layer.lid not in self._so_far_on_host:  # the layer's last copy ends before its next gradient
@@ -189,7 +189,7 @@ class Verdicts:
 
     def _total(self) -> Tensor:
         """The norm of all gradients that have come in this step, on all ranks. With several, a collective."""
-        norms = [self._norms[place] for place in sorted(self._norms)]
+        norms = [self._norms[number] for number in sorted(self._norms)]
         self._norms.clear()
         self._so_far.clear()
         if self._ranks.world == 1:
@@ -242,6 +242,11 @@ class Verdicts:
                 f"a gradient of step {last.step} was not finite: the step was skipped, and no bit of the state has "
                 'changed. Look at the loss, or pass on_nonfinite="skip"'
             )
+
+
+def _norms(gradients: list[Tensor]) -> list[Tensor]:
+    """Their norms, in float32, by the kernels that clip_grad_norm_ takes on a CPU and on CUDA."""
+    return list(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)) if gradients else []
 
 
 def _number_on_host(pinned: bool) -> Tensor:

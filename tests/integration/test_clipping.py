@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -100,19 +101,36 @@ def test_every_way_gives_the_bits_of_clip_then_step(share: float, dtype: torch.d
             assert other.modes == {"speculate", "defer"}
 
 
-def test_fp32_is_clipped_as_by_torch() -> None:
+class Wide(nn.Module):
+    """No block repeats, so its parameters are divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(32, 500), nn.Linear(500, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down(self.up(x).tanh()))
+
+
+@pytest.mark.parametrize(("pieces", "limit"), [(1, 0.2), (8, 0.8)], ids=["whole parameters", "parameters in pieces"])
+def test_fp32_is_clipped_as_by_torch(pieces: int, limit: float) -> None:
     """The norm and the bits of clip_grad_norm_ and torch.optim.AdamW(fused=True); some steps are clipped."""
-    ours, theirs, clipped = perceptron(), perceptron(), 0
+
+    ours, clipped = perceptron() if pieces == 1 else Wide(), 0
+    theirs = copy.deepcopy(ours)
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
-    with adamw(ours, max_grad_norm=0.2, k=0.5, speculate=True) as opt:
+    with adamw(ours, max_grad_norm=limit, k=0.5, speculate=True) as opt:
+        assert max(len(known.places) for known in opt._engine._parameters) == pieces
         for step in range(50):
             train(ours, opt, [step], square_loss)
             square_loss(theirs, step).backward()
-            norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.2)
+            norm = nn.utils.clip_grad_norm_(theirs.parameters(), limit)
             reference.step()
             reference.zero_grad()
             assert opt.grad_norm is not None and torch.equal(opt.grad_norm, norm)
-            clipped += bool(norm > 0.2)
+            clipped += bool(norm > limit)
+            assert not any(layer.whole for layer in opt._engine._layers), "memory of gradients"
         opt.synchronize()
         assert differing(weights(ours), weights(theirs)) == [] and 10 < clipped < 40
 
