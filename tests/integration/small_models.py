@@ -15,13 +15,13 @@ from torch import Tensor, nn
 VOCAB = 256
 
 
-def gpt2(dtype: torch.dtype = torch.float32, blocks: int = 3) -> nn.Module:
+def gpt2(dtype: torch.dtype = torch.float32) -> nn.Module:
     """About 120 k parameters, dropout on, the embedding tied to the head."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_embd=48, n_layer=blocks, n_head=4, n_positions=32, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0
+        n_embd=48, n_layer=3, n_head=4, n_positions=32, vocab_size=VOCAB, bos_token_id=0, eos_token_id=0
     )
     model: nn.Module = GPT2LMHeadModel(config)
     return model.to(dtype).train()
