@@ -14,6 +14,8 @@ import pytest
 import torch
 from test_gpu import assert_same, deterministic, llama, state_of
 from test_gpu_memory import step, uncapped
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import hytrain
 
@@ -95,6 +97,29 @@ def test_evictions_in_any_phase_leave_the_bits(
     assert_same(found)
 
 
+class Tower(nn.Module):
+    """192 MB of state in 24 layers, and a batch of 640 needs 92 MB more than one of 160, or half of that."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.checkpointed = checkpointed
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1000, 1000), nn.Tanh()) for _ in range(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+def fit(model: nn.Module, opt: hytrain.AdamW, number: int, rows: int) -> None:
+    """A step."""
+    x = torch.randn(rows, 1000, generator=torch.Generator().manual_seed(number)).cuda()
+    (model(x) - x.sin()).square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+
+
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["in forward", "in backward"])
 def test_a_batch_four_times_the_largest_so_far_goes_through(
     checkpointed: bool, expandable: None, tmp_path: Path
@@ -102,20 +127,19 @@ def test_a_batch_four_times_the_largest_so_far_goes_through(
     """Below a cap that short batches fill with state, and without what is foreseen before forward."""
     found = []
     for is_capped in (False, True):
-        model = llama(torch.float32)
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model = Tower(checkpointed).cuda()
         with hytrain.AdamW(model, k=1.0, run_dir=str(tmp_path / str(is_capped))) as opt:
             opt._engine.evictions.before_forward = lambda *inputs: None
             make_ready(opt)
+            torch.cuda.reset_peak_memory_stats()
             for number in range(4):
-                step(model, opt, number)
+                fit(model, opt, number, rows=160)
             before = evictions(opt)
             if is_capped:
                 torch.cuda.empty_cache()
                 cap(torch.cuda.max_memory_allocated() + (8 << 20))
-            for number, length in enumerate((256, 64, 256)):
-                step(model, opt, 20 + number, length)
+            for number, rows in enumerate((640, 160, 640)):
+                fit(model, opt, 20 + number, rows)
             assert (evictions(opt) > before) is is_capped
             cap(torch.cuda.get_device_properties(0).total_memory)
             found.append(state_of(model, opt))
@@ -134,11 +158,11 @@ sys.stdin.read()
 def test_another_process_takes_what_is_free_and_gives_it_back(tmp_path: Path) -> None:
     found = []
     for is_crowded in (False, True):
-        model = llama(torch.float32)
+        model = Tower(checkpointed=False).cuda()
         with hytrain.AdamW(model, k=1.0, run_dir=str(tmp_path / str(is_crowded))) as opt:
             make_ready(opt)
             for number in range(4):
-                step(model, opt, number)
+                fit(model, opt, number, rows=160)
             other = None
             if is_crowded:
                 torch.cuda.empty_cache()
@@ -147,12 +171,12 @@ def test_another_process_takes_what_is_free_and_gives_it_back(tmp_path: Path) ->
                 assert other.stdout is not None and other.stdout.readline() == "held\n"
             before = evictions(opt)
             for number in range(2):
-                step(model, opt, 20 + number, length=256)
+                fit(model, opt, 20 + number, rows=320)
             assert (evictions(opt) > before) is is_crowded
             if other is not None:
                 other.communicate("")
             for number in range(2):
-                step(model, opt, 30 + number, length=256)
+                fit(model, opt, 30 + number, rows=320)
             found.append(state_of(model, opt))
     assert_same(found)
 
