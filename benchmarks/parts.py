@@ -238,7 +238,7 @@ KNOWN: Final = {
     "sft-torch-fp32": Known(25, 0.4),
     "sft-torch-bf16": Known(25, 0.3, "no: bf16 moments, no masters"),
     "sft-hytrain": Known(30, 0.3),
-    "hytrain-growing": Known(30, 0.8),
+    "hytrain-growing": Known(30, 1.1),
     "hytrain-unserved": Known(30, 0.8),
     # on several ranks, 7 B
     "fsdp2:no-offload": Known(25, 1.0),
@@ -447,7 +447,8 @@ def growing(template: Job) -> list[Job]:
     options = [system.partition(":")[2] for system in (AUTO, ROAMING)]
     found = [job(base, f"hytrain-growing:{option}", one) for option in options for one in lengths]
     once = Segment(batch=1, label=FOUR_TIMES, settle=50, measure=10)
-    return [*found, job(replace(base, sequence=base.sequence // 2), "hytrain-growing:auto", once)]
+    found.append(job(replace(base, sequence=base.sequence // 2), "hytrain-growing:auto", once))
+    return [replace(one, step_s=4 * one.step_s) for one in found]  # a sequence is as long as a batch of eight others
 
 
 def giving_way(template: Job) -> list[Job]:
