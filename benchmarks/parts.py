@@ -443,7 +443,7 @@ def sft(template: Job) -> list[Job]:
 def growing(template: Job) -> list[Job]:
     """Batches that grow, below 24 GiB: of random lengths, and one four times the largest so far."""
     base = replace(template, cap_gib=template.cap_gib or 24, sequence=16 * template.sequence)
-    lengths = [Segment(batch=1, label=label, settle=20, measure=180) for label in (RANDOM, FIRST)]
+    lengths = [Segment(batch=1, label=label, settle=10, measure=60) for label in (RANDOM, FIRST)]
     options = [system.partition(":")[2] for system in (AUTO, ROAMING)]
     found = [job(base, f"hytrain-growing:{option}", one) for option in options for one in lengths]
     once = Segment(batch=1, label=FOUR_TIMES, settle=50, measure=10)
