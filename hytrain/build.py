@@ -167,7 +167,10 @@ class Build:
         """Raise `CapacityError` if memory cannot suffice, and give layers a second bank if host memory allows."""
         site, options, layers = self._site, self._site.options, self.layers
         limit, ranks = site.place.settings.host_memory_limit, len(site.ranks.node)
-        self._host_bytes, self._host_free = host_bound(limit, ranks), host_free(limit, site.device, ranks)
+        # A given k says which share of one memory is the GPU's.
+        shared = site.memory.shared_bytes if options.k is None else lambda: 0
+        self._host_bytes = host_bound(limit, ranks, shared())
+        self._host_free = host_free(limit, site.device, ranks, shared)
         numel = sum(layer.spec.numel for layer in layers)
         must_visit = sum(layer.spec.numel for layer in layers if layer.spec.stays_on_device) / numel
         require_host_memory(
@@ -178,12 +181,13 @@ class Build:
             gpu_bytes=site.memory.for_state_bytes(),
             awaits_verdict=options.awaits_verdict,
             visit=1.0 if options.visit is None else max(options.visit, must_visit),
+            shared=shared(),
         )
         # A second bank would be of no use to layers that the CPU cannot update.
         if not (options.may_speculate and (options.speculate or not must_visit)):
             return
         double = [layout(layer.spec, banks=2) for layer in layers]
-        if host_bytes(double, options.k or 0.0) <= host_bound(limit, ranks):  # with "auto" it is not worth a larger k
+        if host_bytes(double, options.k or 0.0) <= self._host_bytes:  # with "auto" it is not worth a larger k
             for layer, placed in zip(layers, double, strict=True):
                 layer.layout = placed
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ def tell(
     allocated: float,
     peak: float,
     fragments: float = 0,
+    *,
+    is_integrated: bool = False,
 ) -> GpuMemory:
     """A GPU of 100 GB, as torch tells of it. `cap` is a share of that, the rest is in GB.
 
@@ -39,6 +42,7 @@ def tell(
     told = {"mem_get_info": (there * GB, 100 * GB), "get_per_process_memory_fraction": cap}
     told |= {"memory_reserved": reserved * GB, "memory_allocated": allocated * GB}
     told["memory_stats_as_nested_dict"] = counted(allocated, peak, fragments)
+    told |= {"get_device_properties": SimpleNamespace(is_integrated=is_integrated)}
     told |= {"get_allocator_backend": "native", "memory_snapshot": [{"is_expandable": fragments < 0}]}
     for name, value in told.items():
         patch.setattr(torch.cuda, name, lambda *_, value=value: value)
@@ -202,3 +206,22 @@ def test_what_is_left_of_host_memory_counts_from_the_same_margin(monkeypatch: py
     left = 4 * gib
     assert (free(), shared()) == (-gib, -gib // 2), "the margin is 5 GiB"
     assert host_free(None, torch.device("cpu"))() is None, "moving layers would free nothing"
+
+
+def test_memory_that_gpu_and_host_share_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 GB, of which 60 are free and may become the GPU's, 30 are its own, and 10 are cached files."""
+    monkeypatch.setattr(capacity, "available_bytes", lambda: 70 * GB)
+    device, margin = torch.device("cuda"), 70 * GB - host_bound(None)
+    apart = tell(monkeypatch, 1.0, 60, 30, 20, 30)
+    assert apart.shared_bytes() == 0
+    memory = tell(monkeypatch, 1.0, 60, 30, 20, 30, is_integrated=True)
+    assert memory.shared_bytes() == 60 * GB
+    assert host_bound(None, 1, memory.shared_bytes()) == 10 * GB - margin
+    left = host_free(None, device, 1, memory.shared_bytes)
+    assert left() == 10 * GB - margin
+    tell(monkeypatch, 1.0, 40, 50, 40, 50, is_integrated=True)
+    monkeypatch.setattr(capacity, "available_bytes", lambda: 50 * GB)
+    assert left() == 10 * GB - margin, "what the GPU has taken since, it has taken from its own part"
+    with pytest.raises(CapacityError, match="and what the GPU may take of the same memory"):
+        require_host_memory(LAYOUTS, None, None, gpu_bytes=1, shared=50 * GB)
+    assert GpuMemory(torch.device("cpu")).shared_bytes() == 0

@@ -143,6 +143,7 @@ def test_a_page_tells_the_machine_and_what_it_trains() -> None:
         ({"is_wsl": True}, "wslconfig"),
         ({"gpu": replace(GPU, link=(4, 4, 4, 16))}, "4 of 16 PCIe lanes"),
         ({"gpu": replace(GPU, free_bytes=20 * GIB)}, "4.00 GiB of the GPU's memory are in use"),
+        ({"gpu": replace(GPU, is_integrated=True)}, "share one memory"),
         ({"descriptors": 1024}, "ulimit -Hn"),
         ({"kernel": (5, 15)}, "Linux 6.1"),
     ],

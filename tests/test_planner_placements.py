@@ -345,6 +345,12 @@ HOME: dict[str, tuple[dict[str, Any], str]] = {
         | {"gpu": 22e9, "cpu": 0.9e9, "visits": 1.6e9, "link": 20e9},
         "the CPU has nearly all",
     ),
+    # One memory of 128 GB, all of which counts as the GPU's.
+    "GB10": (
+        {"blocks": 36, "numel": 100_000_000, "work_s": 3.0, "cap": 110 * GB, "others": 8 * GB, "host": 0}
+        | {"gpu": 7e9, "cpu": 2.5e9, "visits": 3e9, "link": 80e9},
+        "the GPU has all",
+    ),
 }
 
 
@@ -360,7 +366,8 @@ def test_machines_at_home(name: str) -> None:
     found = {
         "the CPU has all": k == 0,
         "the CPU has nearly all": 0 < k < 0.1,
-        "the GPU has more than half": k > 0.5,
+        "the GPU has more than half": 0.5 < k < 1,
+        "the GPU has all": k == 1,
         "the GPU is full": 0.1 < k < 0.3 and run.needed > 0.9 * run.machine.cap,
     }
     assert [plan for plan, is_so in found.items() if is_so] == [expected], run.planning.reason

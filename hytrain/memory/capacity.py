@@ -171,6 +171,16 @@ class GpuMemory:
         usable, cap = self._limits()
         return max(usable - int(GPU_MARGIN * cap) - torch.cuda.memory_allocated(self._device), 0)
 
+    def shared_bytes(self) -> int:
+        """What of the host's memory this process may still take on a GPU that has none of its own; 0 on any other.
+
+        Whoever plans with both counts it once: as the GPU's, where state takes no second copy of weights.
+        """
+        if self._device.type != "cuda" or not is_integrated(self._device):
+            return 0
+        usable, _ = self._limits()
+        return max(usable - torch.cuda.memory_reserved(self._device), 0)
+
     def for_waiting_bytes(self) -> int:
         """What gradients may take that wait for the state of their layers to visit the GPU; on a CPU none have to."""
         if self._device.type != "cuda":
@@ -187,6 +197,11 @@ class GpuMemory:
         cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
         cap = cap if self.limit is None else min(cap, self.limit)
         return min(free + torch.cuda.memory_reserved(self._device), cap), cap
+
+
+def is_integrated(device: torch.device) -> bool:
+    """Whether this GPU's memory is the host's, as in GB10 and Jetson."""
+    return bool(torch.cuda.get_device_properties(device).is_integrated)
 
 
 def host_bytes(layouts: list[ArenaLayout], k: float = 0.0, visit: float = 0.0) -> int:
@@ -208,6 +223,7 @@ def require_host_memory(
     gpu_bytes: int | None = None,
     awaits_verdict: bool = False,
     visit: float = 0.0,
+    shared: int = 0,
 ) -> None:
     """Raise `CapacityError`, with the arithmetic, unless the planes at this k fit into the host's memory.
 
@@ -215,12 +231,14 @@ def require_host_memory(
 
     With "auto" (None) some k has to fit, with at most `gpu_bytes` of optimizer state on the GPU, None being none. On a
     GPU whose updates await a verdict the gradients count as well. `limit` states what may be used where the machine's
-    memory grows after boot; None asks the machine. `ranks` share the host, and each has its part of it.
+    memory grows after boot; None asks the machine. `ranks` share the host, and each has its part of it. Of what the
+    machine says, `shared` bytes are the GPU's.
     """
-    bound, numel = host_bound(limit, ranks), sum(layout.numel for layout in layouts)
+    bound, numel = host_bound(limit, ranks, shared), sum(layout.numel for layout in layouts)
     needed = host_bytes(layouts, visit=visit)
     each = f"{needed / max(numel, 1):.1f} bytes per parameter"
     source = "the stated limit" if limit is not None else "what the machine and its control groups leave, less a margin"
+    source += " and what the GPU may take of the same memory" if shared and limit is None else ""
     source += f", divided by the {ranks} ranks on this machine" if ranks > 1 else ""
     if k is None and gpu_bytes is not None:
         left = _beyond_gpu(layouts, gpu_bytes, awaits_verdict)
@@ -258,13 +276,13 @@ def _beyond_gpu(layouts: list[ArenaLayout], gpu_bytes: int, awaits_verdict: bool
     return left
 
 
-def host_bound(limit: int | None, ranks: int = 1) -> int:
+def host_bound(limit: int | None, ranks: int = 1, shared: int = 0) -> int:
     """Bytes of host memory that planes may take on each of `ranks` ranks.
 
-    Together they get what is stated, or what the machine has left now, less a margin. All ranks have to ask before the
-    first one takes its part.
+    Together they get what is stated, or what the machine has left now, less a margin and `shared`: what the GPU may
+    take of the same memory. All ranks have to ask before the first one takes its part.
     """
-    left = beside_margin(available_bytes()) if limit is None else limit
+    left = beside_margin(available_bytes()) - shared if limit is None else limit
     return max(left, 0) // ranks
 
 
@@ -273,13 +291,16 @@ def beside_margin(available: int) -> int:
     return int((1.0 - HOST_MARGIN) * available) - HOST_MARGIN_BYTES
 
 
-def host_free(limit: int | None, device: torch.device, ranks: int = 1) -> Callable[[], int | None]:
+def host_free(
+    limit: int | None, device: torch.device, ranks: int = 1, shared: Callable[[], int] = lambda: 0
+) -> Callable[[], int | None]:
     """What asks how many bytes the planes of each of `ranks` ranks may still take; below 0, some of the margin is used.
 
-    The margin is that of now, as in `host_bound`. It is None, and the machine is not asked, with a stated `limit`; and
-    on device "cpu", where what leaves the planes stays in the host's memory.
+    The margin is that of now, as in `host_bound`. What the GPU may take of the same memory is `shared()`. It is None,
+    and the machine is not asked, with a stated `limit`; and on device "cpu", where what leaves the planes stays in the
+    host's memory.
     """
     if limit is not None or device.type == "cpu":
         return lambda: None
     margin = available_bytes() - host_bound(None)
-    return lambda: (available_bytes() - margin) // ranks
+    return lambda: (available_bytes() - shared() - margin) // ranks

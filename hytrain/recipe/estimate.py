@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hytrain.memory.batch import StepMemory
-from hytrain.memory.capacity import GPU_MARGIN, host_bound
+from hytrain.memory.capacity import GPU_MARGIN, host_bound, is_integrated
 from hytrain.memory.host import available_bytes
 from hytrain.memory.visits import SLOT_NUMEL
 from hytrain.memory.visits import SLOTS as RING_SLOTS
@@ -228,6 +228,8 @@ def estimate(recipe: Recipe, ranks: int = 1, node_ranks: int | None = None) -> E
     if len(blocks) > SLOTS and (ranks == 1 or ranks > mesh["tensor"]):  # of several ranks, what FSDP2 gathers
         away = planes["weights"] * math.ceil((sum(blocks) - SLOTS * max(blocks)) / shards)
         needs += [replace(one, trainer=one.trainer - away, offloaded=True) for one in needs if not one.k]
+    free_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    shared = free_device if free_device is not None and is_integrated(device) else 0
     return Estimate(
         device="GPU" if wants_gpu else "CPU",
         trainable=trainable,
@@ -237,8 +239,8 @@ def estimate(recipe: Recipe, ranks: int = 1, node_ranks: int | None = None) -> E
         ranks=mesh,
         precision=precision,
         free_host=available_bytes(),
-        bound_host=host_bound(None, node_ranks or ranks),
-        free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+        bound_host=host_bound(None, node_ranks or ranks, shared),
+        free_device=free_device,
         flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,
         peak_tflops=models.peak_tflops(device),
         activations=_offloaded(recipe, hf, model, at_once),

@@ -66,7 +66,8 @@ CPU_BYTES: Final = 20
 class Gpu:
     """Bytes, bytes/s, FLOP/s, parameters/s. `link`: PCIe generation now and at most, lanes now and at most.
 
-    `bound_bytes` is what may be planned with: what is free, or the limit that was given.
+    `bound_bytes` is what may be planned with: what is free, or the limit that was given. `is_integrated`: its memory
+    is the host's.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Gpu:
     update: float
     product: float
     link: tuple[int, ...] | None = None
+    is_integrated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +215,7 @@ def examine(asked: argparse.Namespace) -> Machine:
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=int(in_use.total),
         available_bytes=host.available_bytes(),
-        bound_bytes=host_bound(asked.host_memory_limit),
+        bound_bytes=host_bound(asked.host_memory_limit, shared=gpu.bound_bytes if gpu and gpu.is_integrated else 0),
         group_bytes=left if left is not None and left < in_use.available else None,
         locked_bytes=_limit(resource.RLIMIT_MEMLOCK, soft=True),
         descriptors=_limit(resource.RLIMIT_NOFILE, soft=False),
@@ -266,6 +268,7 @@ def _measure_gpu(limit: int | None) -> Gpu | None:
     """The GPU that a trainer would use; None without one."""
     import torch
 
+    from hytrain.memory.capacity import is_integrated
     from hytrain.memory.transfer import transfers_for
     from hytrain.run.calibration import calibrate
     from hytrain.run.environment import gpu_uuid
@@ -293,6 +296,7 @@ def _measure_gpu(limit: int | None) -> Gpu | None:
         update=1 / rates.gpu_update_s,
         product=2 * PRODUCT**3 / product_s,
         link=_link(gpu_uuid(device)),
+        is_integrated=is_integrated(device),
     )
 
 
@@ -337,12 +341,13 @@ def render(machine: Machine, batch: int, sequence: int) -> str:
 
 def _facts(machine: Machine) -> list[tuple[str, str]]:
     updates = ", ".join(f"{rate / 1e9:.2f} {name}" for name, rate in machine.cpu_update.items())
+    beside = " beside the GPU, whose memory it is" if machine.gpu is not None and machine.gpu.is_integrated else ""
     memory = f"{gib(machine.available_bytes)} of {gib(machine.memory_bytes)} free, planes may take "
     found = [
         ("CPU", f"{machine.cpu}, {machine.cores} cores"),
         ("optimizer", machine.pinning),
         ("its updates", f"{updates}, in billions of parameters per second ({machine.backend})"),
-        ("host memory", memory + gib(machine.bound_bytes)),
+        ("host memory", memory + gib(machine.bound_bytes) + beside),
     ]
     if (gpu := machine.gpu) is None:
         return [("GPU", f"none that torch can use: {machine.no_gpu}"), *found]
@@ -413,6 +418,11 @@ def advise(machine: Machine) -> list[str]:
         found.append(
             "Under WSL2, Windows gives Linux half of the memory, and CUDA may pin only a part of that: raise `memory` "
             "in .wslconfig. Linux itself has no such bound."
+        )
+    if gpu is not None and gpu.is_integrated:
+        found.append(
+            "GPU and host share one memory: state that leaves the GPU frees none of it. So a model trains here if it "
+            'fits the GPU. state_dtype="bfloat16" or "float8" takes less of it.'
         )
     if gpu is not None and gpu.link is not None and gpu.link[2] < gpu.link[3]:
         found.append(f"The GPU uses {gpu.link[2]} of {gpu.link[3]} PCIe lanes: another slot makes copies faster.")
