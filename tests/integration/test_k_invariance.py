@@ -22,6 +22,7 @@ from variants import every_second, slow
 
 import hytrain
 from examples.studies.gelu.mlp import fuse
+from hytrain.errors import CapacityError
 from hytrain.memory import visits
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.planes import ArenaPlanes
@@ -319,3 +320,14 @@ def test_overlap_changes_no_bit_over_many_steps(dtype: torch.dtype) -> None:
 
     same_bits(run, lambda: make(dtype), {"policy": "random"}, {"k": 0.0, "overlap": False})
     assert moved[0] > 50 and moved[1] == 0
+
+
+def test_memory_that_the_gpu_may_take_is_not_promised_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both have one memory, and the planner is free to choose. A given k says whose it is."""
+    monkeypatch.setattr(GpuMemory, "shared_bytes", lambda self: 1 << 60)
+    refusal = r"above 0\.00 GB, .* and what the GPU may take of the same memory"
+    with pytest.raises(CapacityError, match=refusal), adamw(perceptron()):
+        pass
+    model = perceptron()
+    with adamw(model, k=0.5) as opt:
+        train(model, opt, range(3), square_loss)
