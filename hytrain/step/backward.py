@@ -1,6 +1,6 @@
 """The backwards of a step: when each begins and ends, and which gradients are taken in it.
 
-    the first gradient ─▶ begin: is it the step's last backward? Then `commit` begins the step's updates
+    the first gradient ─▶ begin: placements hold for this step, by `boundary`; in its last backward, updates begin
     each gradient      ─▶ to its way (`gradient`), or to the sums if more backwards come (`accumulation`)
     autograd's end     ─▶ end: `commit` completes the updates
 
@@ -24,6 +24,7 @@ from hytrain.model.summed import summed
 from hytrain.model.trained import TrainedLayer, TrainedParameter, first_consumed, with_gradients
 from hytrain.model.watched import unwatched
 from hytrain.step.autograd import REENTRANT, Running, in_backward, inside_reentrant_checkpoint
+from hytrain.step.boundary import Boundary
 from hytrain.step.commit import Commit
 from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
@@ -40,11 +41,11 @@ _LEFT: Final = (
 class Backward:
     """The backwards of one model."""
 
-    def __init__(self, common: Common, trip: RoundTrip, commit: Commit, reads: Reads) -> None:
+    def __init__(self, common: Common, trip: RoundTrip, commit: Commit, boundary: Boundary, reads: Reads) -> None:
         self._layers, self._parameters, self._transfers = common.layers, common.parameters, common.transfers
         self._health, self._meter, self._offload = common.health, common.meter, common.offload
         self._verdicts, self._accumulation, self._kept = common.verdicts, common.accumulation, common.kept
-        self._trip, self._commit, self._reads = trip, commit, reads
+        self._trip, self._commit, self._boundary, self._reads = trip, commit, boundary, reads
         self._ends_by_itself = True  # autograd calls `end`, or drops the backward
         self._running: Running | None = None  # until `end` is called; None if a gradient was lost
         self._task: int | None = None  # autograd's number of the whole backward, if it has one
@@ -154,7 +155,7 @@ class Backward:
         event = Event.BEGIN_LAST if last else Event.BEGIN
         health.require(event, name=parameter.name)
         if first:
-            self._commit.finish_plan()
+            self._boundary.finish_plan(life.step)
         if last:
             self._commit.begin_step()
         life.on(event)

@@ -1,7 +1,6 @@
 """A step's updates: they begin with its last backward, which ends when all of them are sent, and `step()` checks them.
 
-    the first gradient                  ─▶ finish_plan placements hold for this step
-    the last backward's first gradient  ─▶ begin_step  so do masters and hyperparameters
+    the last backward's first gradient  ─▶ begin_step  masters and hyperparameters hold for this step
     its end                             ─▶ complete    layers that lack gradients are sent, too; then the verdict
     step()                              ─▶ check       backward has updated what torch's optimizer would update now
                                         ─▶ commit      without overlap, everything is sent here; matrices that ranks
@@ -23,7 +22,6 @@ from hytrain.errors import UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.model.trained import with_gradients
 from hytrain.model.watched import unwatched
-from hytrain.step.boundary import Boundary
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
 from hytrain.step.gradient import RoundTrip
@@ -48,7 +46,6 @@ class Commit:
         trip: RoundTrip,
         device: DeviceUpdates,
         masters: Masters,
-        boundary: Boundary,
         *,
         host: Backend | None,
         read_groups: Callable[[], tuple[Hyper, ...]],
@@ -56,7 +53,7 @@ class Commit:
         self._layers, self._parameters, self._link = common.layers, common.parameters, common.link
         self._transfers, self._meter, self._health = common.transfers, common.meter, common.health
         self._verdicts, self._accumulation, self._kept = common.verdicts, common.accumulation, common.kept
-        self._trip, self._device, self._masters, self._boundary = trip, device, masters, boundary
+        self._trip, self._device, self._masters = trip, device, masters
         self._host, self._read_groups, self._lending = host, read_groups, common.lending
         self._overlap, self._is_stage = common.overlap, common.is_stage
         self._groups_seen: tuple[Hyper, ...] = ()  # at the end of a backward that began no updates
@@ -65,10 +62,6 @@ class Commit:
         """A backward has ended that began no updates."""
         if self._accumulation.timing.learns:
             self._groups_seen = self._read_groups()
-
-    def finish_plan(self) -> None:
-        """The step's first gradient has come: placements hold from now on, for this step."""
-        self._boundary.finish_plan(self._health.life.step)
 
     def begin_step(self) -> None:
         """The step's updates are about to begin: fix masters and hyperparameters for this step."""

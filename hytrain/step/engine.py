@@ -165,8 +165,8 @@ class Engine:
         self.reclaiming = Reclaiming(common, device, self._handover, self.evictions, memory.serving)
         self._boundary = Boundary(common, self._handover, plans, gpu_room=memory.room, host_free=host_free)
         self.parking = Parking(common, self._handover, self._boundary, self.import_written)
-        self._commit = Commit(common, trip, self._device, masters, self._boundary, host=host, read_groups=read_groups)
-        self.backward = Backward(common, trip, self._commit, self.reads)
+        self._commit = Commit(common, trip, self._device, masters, host=host, read_groups=read_groups)
+        self.backward = Backward(common, trip, self._commit, self._boundary, self.reads)
 
     def start(self, plan: Plan) -> None:
         try:
