@@ -25,7 +25,14 @@ from hytrain.errors import BackendUnavailable, UnsupportedError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.torch_backend import vectors
-from hytrain.memory.capacity import GpuMemory, host_bound, host_bytes, host_free, require_host_memory
+from hytrain.memory.capacity import (
+    GpuMemory,
+    host_bound,
+    host_bytes,
+    host_free,
+    is_integrated,
+    require_host_memory,
+)
 from hytrain.memory.lending import Lending
 from hytrain.memory.reclaim import serving
 from hytrain.memory.transfer import transfers_for
@@ -183,8 +190,8 @@ class Build:
             visit=1.0 if options.visit is None else max(options.visit, must_visit),
             shared=shared(),
         )
-        # A second bank would be of no use to layers that the CPU cannot update.
-        if not (options.may_speculate and (options.speculate or not must_visit)):
+        # A second bank would be of no use to layers that the CPU cannot update, or need not.
+        if shared() or not (options.may_speculate and (options.speculate or not must_visit)):
             return
         double = [layout(layer.spec, banks=2) for layer in layers]
         if host_bytes(double, options.k or 0.0) <= self._host_bytes:  # with "auto" it is not worth a larger k
@@ -331,7 +338,7 @@ def _lender(cluster: Cluster, rank: int, lending: Lending) -> Callable[[], None]
 
 def _reclaim_library(device: torch.device) -> ctypes.CDLL | None:
     """What serves torch's allocator of a GPU, if asked for; None on a CPU, or where, with a warning, it cannot be."""
-    if device.type == "cpu" or not serves_allocator():
+    if device.type == "cpu" or not serves_allocator() or is_integrated(device):  # there, nothing would be freed
         return None
     try:
         return serving(device)

@@ -225,3 +225,11 @@ def test_memory_that_gpu_and_host_share_is_counted_once(monkeypatch: pytest.Monk
     with pytest.raises(CapacityError, match="and what the GPU may take of the same memory"):
         require_host_memory(LAYOUTS, None, None, gpu_bytes=1, shared=50 * GB)
     assert GpuMemory(torch.device("cpu")).shared_bytes() == 0
+
+
+def test_the_host_keeps_its_margin_where_the_gpu_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "available_bytes", lambda: 60 * GB)
+    for is_integrated, free in ((False, 60 * GB), (True, host_bound(None))):
+        memory = tell(monkeypatch, 1.0, 60, 0, 0, 0, is_integrated=is_integrated)
+        assert memory.for_state_bytes() == free - int(GPU_MARGIN * 100 * GB)
+        assert host_bound(None, 1, memory.shared_bytes()) == (0 if is_integrated else host_bound(None))

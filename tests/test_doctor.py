@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hytrain.memory import capacity
 from protocol.handles import EXACT, Precision
 from workers.exits import EXIT_USAGE
 from workers.planning.planning import BESIDE_TRAINING
@@ -152,6 +155,22 @@ def test_advice_is_given_where_it_helps(changes: dict[str, Any], word: str) -> N
     assert advise(MACHINE) == []
     [found] = advise(replace(MACHINE, **changes))
     assert word in found
+
+
+def test_one_memory_is_told_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    integrated = replace(GPU, is_integrated=True, total_bytes=64 * GIB, free_bytes=30 * GIB, bound_bytes=30 * GIB)
+    told = render(replace(MACHINE, gpu=integrated), 8, 1024)
+    assert "planes may take 56.00 GiB beside the GPU, whose memory it is" in told and "in use: by a desktop" not in told
+    measured = {name: getattr(MACHINE, name) for name in ("pinning", "is_shared", "backend", "cpu_update")}
+    ran = subprocess.CompletedProcess([], 0, json.dumps(measured))
+    monkeypatch.setattr(doctor.subprocess, "run", lambda *_, **__: ran)
+    monkeypatch.setattr(capacity, "available_bytes", lambda: 60 * GIB)
+    asked = argparse.Namespace(cores="auto", threads=None, gpu_memory_limit=None, host_memory_limit=None)
+    bounds = []
+    for gpu in (replace(integrated, is_integrated=False), integrated):
+        monkeypatch.setattr(doctor, "_measure_gpu", lambda limit, gpu=gpu: gpu)
+        bounds.append(doctor.examine(asked).bound_bytes)
+    assert bounds[0] - bounds[1] == 30 * GIB
 
 
 def test_a_model_is_answered_first(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

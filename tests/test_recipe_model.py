@@ -409,6 +409,24 @@ def test_estimate_of_each_rank(tmp_path: Path) -> None:
     assert "planes of each rank may take" in replace(four, bound_host=0).render()
 
 
+def test_one_memory_is_counted_once(tmp_path: Path) -> None:
+    """What is enough for the host and for the GPU is not enough for both, if they are one."""
+    path = tmp_path / "recipe.yaml"
+    tree = {"model": {"config": LLAMA, "dtype": "bfloat16"}, "train": {"steps": 1}}
+    path.write_text(yaml.safe_dump({**tree, "data": {"kind": "random", "batch_size": 8, "sequence_length": 16}}))
+    found = replace(estimate(config.load(path)), device="GPU")
+    [cpu, gpu] = [need for need in found.needs if need.name in ("0", "1")]
+    apart = replace(found, free_device=cpu.trainer, bound_host=cpu.host)
+    assert apart.fits(cpu) == "yes" and "GPU" in apart.fits(gpu)
+    assert replace(apart, is_integrated=True).fits(cpu) == "not on the host"
+    one = replace(found, free_device=gpu.trainer, bound_host=gpu.host + gpu.trainer, is_integrated=True)
+    assert (
+        one.fits(gpu) == "yes"
+        and one.fits(cpu) == "not on the host"
+        and one.most < replace(one, is_integrated=False).most
+    )
+
+
 def test_estimate_of_shards_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window of three blocks' shards stays on each GPU. Ranks share the memory of their machine."""
     monkeypatch.setattr("hytrain.recipe.estimate.host_bound", lambda limit, ranks=1: (1 << 40) // ranks)

@@ -194,6 +194,8 @@ class GpuMemory:
         `set_per_process_memory_fraction`, or the same in PYTORCH_CUDA_ALLOC_CONF, caps what the allocator takes.
         """
         free, total = torch.cuda.mem_get_info(self._device)
+        if is_integrated(self._device):  # it is the host's memory, of which the processes need some
+            free = max(min(free, beside_margin(available_bytes())), 0)
         cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
         cap = cap if self.limit is None else min(cap, self.limit)
         return min(free + torch.cuda.memory_reserved(self._device), cap), cap

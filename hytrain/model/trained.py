@@ -313,7 +313,7 @@ class TrainedLayer:
 
     `waiting` has parameters whose gradients have come in this backward, and the streams that computed those. `filled`
     holds this step's gradients by segment until they are sent, `streams` the streams that computed them. `whole` holds
-    those of parameters in pieces, of which the layer has the first.
+    those of parameters in pieces, of which the layer has the first. Such a layer has nothing else, and is sent first.
     `sent` are the update counts of the update under way. `landing` ends when the last update's weights are there,
     `returned` when its state is back from a visit, or has come from the GPU. `source` are the planes that the weights
     came from, `moving` is the copy of the state to the GPU. `came` is the step in which the GPU last took over updates

@@ -77,6 +77,7 @@ class Estimate:
     free_device: int | None
     flops_per_step: float
     peak_tflops: float | None
+    is_integrated: bool = False  # the GPU's memory is the host's
     activations: int | None = 0  # of each rank, in host memory; None: not known before a step
     step: StepMemory | None = None  # of one rank alone, where the model's sizes are known
     length: int = 0  # of a sequence
@@ -159,16 +160,20 @@ class Estimate:
 
     def fits(self, need: Need) -> str:
         """Whether it fits into what is free for a rank, without activations on the GPU."""
-        on_host = need.host + (self.activations or 0) + (need.trainer if self.device == "CPU" else 0)
+        on_host = need.host + (self.activations or 0) + (need.trainer if self.has_one_memory else 0)
         lacks = ["host"] * (on_host > self.bound_host)
         lacks += ["GPU"] * (self.free_device is not None and need.trainer > self.free_device)
         if lacks:
             return "not on the " + " and ".join(lacks)
         return "yes" if self.device == "CPU" or self.free_device is not None else "on the host"
 
+    @property
+    def has_one_memory(self) -> bool:
+        return self.device == "CPU" or self.is_integrated
+
     def largest_batch(self, need: Need) -> int | None:
         """The tokens of the largest batch for which this leaves room; None if that is not known."""
-        free = self.free_device if self.device == "GPU" else self.bound_host - need.host
+        free = self.bound_host - need.host if self.has_one_memory else self.free_device
         if self.step is None or free is None:
             return None
         margin = int(GPU_MARGIN * free) if self.device == "GPU" else 0
@@ -185,7 +190,8 @@ class Estimate:
     def most(self) -> float:
         """Billions of parameters, if the GPU owns what it has room for, and the state of all others visits it."""
         on_host, on_gpu = sum(_on_host(self.planes, VISIT).values()), _on_gpu(self.planes, GPU)
-        return (self.bound_host / on_host + (self.free_device or 0) / on_gpu) / 1e9
+        for_host = 0 if self.is_integrated else self.bound_host
+        return (for_host / on_host + (self.free_device or 0) / on_gpu) / 1e9
 
 
 def estimate(recipe: Recipe, ranks: int = 1, node_ranks: int | None = None) -> Estimate:
@@ -228,8 +234,6 @@ def estimate(recipe: Recipe, ranks: int = 1, node_ranks: int | None = None) -> E
     if len(blocks) > SLOTS and (ranks == 1 or ranks > mesh["tensor"]):  # of several ranks, what FSDP2 gathers
         away = planes["weights"] * math.ceil((sum(blocks) - SLOTS * max(blocks)) / shards)
         needs += [replace(one, trainer=one.trainer - away, offloaded=True) for one in needs if not one.k]
-    free_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    shared = free_device if free_device is not None and is_integrated(device) else 0
     return Estimate(
         device="GPU" if wants_gpu else "CPU",
         trainable=trainable,
@@ -239,8 +243,9 @@ def estimate(recipe: Recipe, ranks: int = 1, node_ranks: int | None = None) -> E
         ranks=mesh,
         precision=precision,
         free_host=available_bytes(),
-        bound_host=host_bound(None, node_ranks or ranks, shared),
-        free_device=free_device,
+        bound_host=host_bound(None, node_ranks or ranks),
+        free_device=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
+        is_integrated=device.type == "cuda" and is_integrated(device),
         flops_per_step=models.cost(model, hf, length).flops_per_token * tokens,
         peak_tflops=models.peak_tflops(device),
         activations=_offloaded(recipe, hf, model, at_once),

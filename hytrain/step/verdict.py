@@ -138,7 +138,10 @@ class Verdicts:
                 gradient.mul_(scale)
 
     def norm_so_far(self, layer: TrainedLayer) -> NormSoFar | None:
-        """The norm of all gradients since the last verdict, to be copied together with the layer's gradients."""
+        """The norm of the gradients that came since the last verdict, to be copied together with the layer's own.
+
+        None before any: the norm of a parameter in pieces comes with the first.
+        """
         if not self._so_far:
             return None
         norm = self._so_far[0].view(1)

@@ -2,7 +2,7 @@
 
     (batch, length / ranks, heads, …) ─ all-to-all ─▶ (batch, length, heads / ranks, …) ─ attention ─▶ and back
 
-Parameters are sharded by FSDP2 over the same ranks, as torch's `context_parallel` wants it. HyTrain sees nothing else.
+Parameters are sharded by FSDP2 over the same ranks. HyTrain sees nothing else.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ import hytrain
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.integrations.accelerate import Adopted
 from hytrain.integrations.transformers import adopt
+from hytrain.model.layers import split_layers
 
 STEPS, SAVED = 12, 6
 TRAINING = [{"input_ids": row, "labels": row} for step in range(12) for row in tokens(step)]
@@ -163,7 +164,14 @@ def one_block() -> nn.Module:
 
 
 def test_a_clipped_parameter_in_pieces(tmp_path: Path) -> None:
-    as_torch(lambda trainer: trainer.train(), tmp_path, model=one_block)
+    def run(trainer: Trainer) -> None:
+        trainer.train()
+        assert max(each.get("grad_norm", 0.0) for each in history(trainer)) > trainer.args.max_grad_norm
+
+    as_torch(run, tmp_path, model=one_block)
+    model = one_block()
+    layers = split_layers(model, {id(parameter) for parameter in model.parameters()})
+    assert not all(piece.is_whole for layer in layers for piece in layer.pieces)
 
 
 def test_accumulated_gradients_have_the_same_bits(tmp_path: Path) -> None:

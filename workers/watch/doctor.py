@@ -426,7 +426,8 @@ def advise(machine: Machine) -> list[str]:
         )
     if gpu is not None and gpu.link is not None and gpu.link[2] < gpu.link[3]:
         found.append(f"The GPU uses {gpu.link[2]} of {gpu.link[3]} PCIe lanes: another slot makes copies faster.")
-    if gpu is not None and (taken := gpu.total_bytes - gpu.free_bytes) > CONTEXT_BYTES + gpu.total_bytes // 20:
+    taken = 0 if gpu is None or gpu.is_integrated else gpu.total_bytes - gpu.free_bytes
+    if gpu is not None and taken > CONTEXT_BYTES + gpu.total_bytes // 20:
         found.append(f"{gib(taken)} of the GPU's memory are in use: by a desktop, or another program?")
     if machine.descriptors is not None and machine.descriptors < DESCRIPTORS:
         found.append(
