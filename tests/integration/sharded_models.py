@@ -51,11 +51,12 @@ class Decoder(nn.Module):
         scaled: bool = True,
         tied: bool = False,
         checkpointed: bool = False,
+        block: Callable[[], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block(hidden, scaled) for _ in range(blocks))
+        self.blocks = nn.ModuleList((block or partial(Block, hidden, scaled))() for _ in range(blocks))
         self.norm = nn.RMSNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         if tied:
@@ -83,6 +84,34 @@ def next_token_loss(model: nn.Module, step: int, data_rank: int | None = None) -
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+#: A step's backward, which returns the loss.
+Backward = Callable[[Any, Any, int], Tensor]
+
+
+def loop(backward: Backward, model: Any, opt: Any) -> Iterable[Tensor]:
+    for step in range(STEPS):
+        yield backward(model, opt, step)
+        opt.step()
+        opt.zero_grad()
+
+
+def clipped(backward: Backward, norms: list[float], max_norm: float, model: Any, opt: Any) -> Iterable[Tensor]:
+    """torch's clip_grad_norm_ takes neither DTensors of different meshes nor plain tensors beside them."""
+    for step in range(STEPS):
+        yield backward(model, opt, step)
+        if not isinstance(opt, hytrain.AdamW):
+            gradients = [p.grad for p in model.parameters()]
+            whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
+            norm = nn.utils.get_total_norm(whole)
+            for gradient in gradients:
+                gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+            norms.append(norm.item())
+        opt.step()
+        opt.zero_grad()
+        if isinstance(opt, hytrain.AdamW):
+            norms.append(float(opt.grad_norm))  # type: ignore[arg-type]
 
 
 def fused(model: nn.Module) -> torch.optim.AdamW:

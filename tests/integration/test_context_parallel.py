@@ -7,13 +7,13 @@ Parameters are sharded by FSDP2 over the same ranks. HyTrain sees nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from ranks import RankGroup
-from sharded_models import STEPS, VOCAB, WIDTH, fused, same_as, tokens
+from sharded_models import WIDTH, Decoder, fused, loop, same_as, tokens
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import fully_shard
@@ -46,46 +46,25 @@ class Attention(nn.Module):
         return x + y
 
 
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Attention() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(x)
-        return logits
-
-
 def make() -> Decoder:
-    model = Decoder()
+    model = Decoder(block=Attention)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     return model
 
 
-def loop(model: Any, opt: Any) -> Iterable[Tensor]:
+def backward(model: Any, opt: Any, step: int) -> Tensor:
     """All ranks have the same batch, each its part of every sequence."""
-    for step in range(STEPS):
-        batch = tokens(step, 0)
-        inputs, targets = (
-            part.chunk(dist.get_world_size(), 1)[dist.get_rank()] for part in (batch[:, :-1], batch[:, 1:])
-        )
-        loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        yield loss.detach()
-        opt.step()
-        opt.zero_grad()
+    batch = tokens(step, 0)
+    inputs, targets = (part.chunk(dist.get_world_size(), 1)[dist.get_rank()] for part in (batch[:, :-1], batch[:, 1:]))
+    loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    return loss.detach()
 
 
 def compare(*choices: dict[str, Any]) -> None:
-    same_as(fused, loop, make, [*choices])
+    same_as(fused, partial(loop, backward), make, [*choices])
 
 
 def one_rank_reads_what_another_has() -> bool:

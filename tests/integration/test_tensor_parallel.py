@@ -6,16 +6,16 @@ Parameters that no plan names are plain tensors, alike on all ranks of the tenso
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankGroup
-from sharded_models import STEPS, Decoder, clip, fused, next_token_loss, require_one_norm, same_as
-from torch import Tensor, nn
+from sharded_models import Decoder, clip, clipped, fused, loop, next_token_loss, require_one_norm, same_as
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -84,31 +84,8 @@ def backward(model: Any, opt: Any, step: int) -> Tensor:
     return loss.detach()
 
 
-def loop(model: Any, opt: Any) -> Iterable[Tensor]:
-    for step in range(STEPS):
-        yield backward(model, opt, step)
-        opt.step()
-        opt.zero_grad()
-
-
-def clipped(norms: list[float], max_norm: float, model: Any, opt: Any) -> Iterable[Tensor]:
-    for step in range(STEPS):
-        yield backward(model, opt, step)
-        if not isinstance(opt, hytrain.AdamW):
-            gradients = [p.grad for p in model.parameters()]
-            whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
-            norm = nn.utils.get_total_norm(whole)
-            for gradient in gradients:
-                gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-            norms.append(norm.item())
-        opt.step()
-        opt.zero_grad()
-        if isinstance(opt, hytrain.AdamW):
-            norms.append(float(opt.grad_norm))  # type: ignore[arg-type]
-
-
 def compare(make: Callable[[], Decoder], *choices: dict[str, Any]) -> None:
-    same_as(fused, loop, make, [*choices])
+    same_as(fused, partial(loop, backward), make, [*choices])
 
 
 @pytest.mark.parametrize("make", [columns_and_rows, sequence_parallel])
@@ -122,11 +99,13 @@ def test_with_fsdp2(four_ranks: RankGroup) -> None:
 
 def test_what_each_rank_has_counts_once_in_the_norm(two_ranks: RankGroup) -> None:
     for make, max_norm in ((columns_and_rows, 1.11), (sequence_parallel, 1.11)):
-        require_one_norm(two_ranks.run(clip, clipped, make, max_norm, CPU, BOTH), max_norm)
+        require_one_norm(two_ranks.run(clip, partial(clipped, backward), make, max_norm, CPU, BOTH), max_norm)
 
 
 def test_with_fsdp2_there_is_one_norm(four_ranks: RankGroup) -> None:
-    norms = four_ranks.run(clip, clipped, tensor_and_data_parallel, 0.777, {"k": (0.0, 1.0, 1.0, 0.0)})
+    norms = four_ranks.run(
+        clip, partial(clipped, backward), tensor_and_data_parallel, 0.777, {"k": (0.0, 1.0, 1.0, 0.0)}
+    )
     require_one_norm(norms, 0.777)
 
 
