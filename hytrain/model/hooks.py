@@ -344,8 +344,9 @@ def attach(
 ) -> Callable[[], None]:
     """Register all hooks. Returns a function that removes them, which does not keep the model."""
     reads = engine.reads
-    if "torch._dynamo" in sys.modules:  # code compiled before would call only the hooks of that time
-        torch.compiler.reset()
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None and compiler.convert_frame.input_codes.seen:  # on a GPU, reset() imports Inductor: seconds
+        torch.compiler.reset()  # code compiled before would call only the hooks of that time
     hooks: list[_Hook[Any]] = []
     handles: list[RemovableHandle] = []
     left_out: list[Callable[[], None]] = []

@@ -183,6 +183,18 @@ def test_what_was_compiled_before_waits_too(again: bool) -> None:
                 opt._session.rebuild()
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_compiler_is_reset_only_where_it_has_compiled(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU, a reset imports all of Inductor: as long as the rest of a start."""
+    torch._dynamo.reset()
+    model, resets = perceptron(), list[str]()
+    if compiles:
+        torch.compile(model, backend="eager")(vectors(0))
+    monkeypatch.setattr(torch.compiler, "reset", lambda: resets.append("reset"))
+    with adamw(model, k=1.0):
+        assert bool(resets) is compiles
+
+
 # ---------------------------------------------------------------- defaults
 
 
