@@ -74,7 +74,7 @@ def lean() -> str:
     found = Ratios(ALONE, f"{ROAMING} {LEAN[15.5]}", "no-offload")
     whole = len(found.found)
     found.found.remove(busy := max(found.found))
-    return f"below 15.5 GiB, on {len(found.found)} of {whole} hosts ({busy[0]:.2f} on the busy fourth) {found}"
+    return f"limited to 15.5 GiB, on {len(found.found)} of {whole} hosts ({busy[0]:.2f} on the busy fourth) {found}"
 
 
 def lean_alone() -> str:
@@ -115,8 +115,8 @@ def times_as_fast(system: str) -> str:
 
 def peers() -> str:
     return (
-        f"it is {times_as_fast('torchao-fp32')} times as fast as torchao, {times_as_fast('deepspeed-zero2')} times as "
-        f"DeepSpeed ZeRO-2 and {times_as_fast('fsdp2')} times as FSDP2's CPU offload"
+        f"it is {times_as_fast('torchao-fp32')} times as fast as torchao, {times_as_fast('deepspeed-zero2')} times as fast "
+        f"as DeepSpeed ZeRO-2 and {times_as_fast('fsdp2')} times as fast as FSDP2 with CPU offload"
     )
 
 
@@ -291,15 +291,15 @@ def muon(name: str, system: str) -> str:
 QUOTED: Final[dict[str, list[Callable[[], str]]]] = {
     "README.md": [
         usual,
-        partial(clipped, "with `max_grad_norm`, no step clipped", NEVER_CLIPPED),
-        partial(clipped, "every step clipped; torch clips nothing", ALWAYS_CLIPPED),
+        partial(clipped, "with `max_grad_norm`, no step needs clipping", NEVER_CLIPPED),
+        partial(clipped, "with `max_grad_norm`, every step is clipped (no offload does not clip)", ALWAYS_CLIPPED),
         lean,
         lambda: f"Muon {Ratios(ALONE, MUON, 'no-offload-muon')}",
-        lambda: f"two H200, 7 B, beside FSDP2 {beside_fsdp2(2)}",
-        lambda: f"two H200, 7 B, both clip at 1.0 {beside_fsdp2(2, 1.0)}",
-        lambda: f"four H100, 7 B, beside FSDP2 {beside_fsdp2(4)}",
+        lambda: f"two H200, 7 B, against FSDP2 without offload {beside_fsdp2(2)}",
+        lambda: f"two H200, 7 B, against FSDP2 without offload, both with clipping at 1.0 {beside_fsdp2(2, 1.0)}",
+        lambda: f"four H100, 7 B, against FSDP2 without offload {beside_fsdp2(4)}",
         batch_1,
-        lambda: f"GPT-2 Large on two H200, batch 8, beside FSDP2 {gpt2(8)}",
+        lambda: f"GPT-2 Large on two H200, batch 8, against FSDP2 without offload {gpt2(8)}",
         peers,
         lambda: (
             f"On four H100, 41 B parameters take {large('41b', 'step_s'):.2f} s per step, with "
@@ -369,7 +369,7 @@ PAGES: Final = (
 #: Numbers that nobody has measured: sizes of models and GPUs, versions, and, by page, what follows from bytes.
 SIZES: Final = r"[\d.]+ [BM]\b|(?:24|32|80) GB|(?:Python|torch|Version|License) \d+\.\d+"
 GIVEN: Final[dict[str, str]] = {
-    "README.md": r"100 % its memory|below 15\.5 GiB|14 GB per|12 GB (?:more|with)|(?:96|64) GB (?:of host|if)|24 GiB",
+    "README.md": r"100 % its GPU memory|limited to 15\.5 GiB|14 GB per|12 GB more|(?:96|64) GB (?:of host|if)|24 GiB",
     "docs/architecture.md": r"scale (?:is|were) 1\.0|6 % of its memory|Linux 6\.1|within 1 %|(?:below 0\.3|above 1) %",
     "docs/benchmarks.md": r"k = 0\.\d+|at 1\.0|24 or 12 GB|64 GB in|58 or 27 GB|within 10 %|up to 1 %|164 GB per",
     "docs/memory.md": r"(?:6|14 to 25|margin of 2|: 2) %|= (?:3\.7|1\.9)e-9|8\.6 GB|of 141 GB|2\.1 and 4\.2 GB",
