@@ -107,7 +107,8 @@ class Screen(App[None]):
     .-high.-drawn #timeline, .-tall.-drawn #timeline { display: block; }
     .-tall #timeline { max-height: 40%; }
     .-low.-troubled #curves { display: none; }
-    .-low.-troubled #above { max-height: 80%; }
+    .-low.-troubled #above { max-height: 92%; }
+    .-low.-troubled #plans { min-height: 2; }
     .-alone #above, .-alone #curves, .-alone #more, .-alone #plans { display: none; }
     .-alone #timeline { display: block; height: 1fr; max-height: 100%; }
     #ask { width: 70; height: auto; padding: 1 2; background: $panel; }
