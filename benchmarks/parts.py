@@ -409,11 +409,14 @@ def clipping(template: Job) -> list[Job]:
 
 
 def updates(template: Job) -> list[Job]:
-    """When updates begin: in backward, in `step()`, or as it is learned; and a loop that clips by itself."""
+    """When updates begin: in backward, in `step()`, also below a cap, or as it is learned; and a loop that clips."""
     clipped = replace(template, clip=LIMITS[ALWAYS_CLIPPED])
     steps = {batch: Segment(batch=batch, settle=24, measure=10, patience=60) for batch in (8, 1)}
     asked = [job(template, system, *steps.values()) for system in ("no-offload", *TIMINGS)]
-    return [*asked, *(job(clipped, system, replace(steps[8], label=CLIPPED)) for system in (AUTO, UNAWARE))]
+    found = [*asked, *(job(clipped, system, replace(steps[8], label=CLIPPED)) for system in (AUTO, UNAWARE))]
+    capped = replace(template, cap_gib=template.cap_gib or 40)  # 65 % of what no offload takes
+    below = replace(steps[8], label=f"below {capped.cap_gib:g} GiB")
+    return [*found, job(capped, f"{AUTO},updates=step,visit=auto", below)]
 
 
 def identical(template: Job) -> list[Job]:
