@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hytrain
+from hytrain.readable import gib
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 #: Bytes per parameter: bf16 weights and gradients, fp32 masters and moments; what the demo gives; what HyTrain needs on
@@ -148,9 +149,9 @@ def on_gpu(device: str = "cuda") -> None:
     host = psutil.virtual_memory().available
     parameters = min(MOST_PARAMETERS, 0.8 * free / GIVEN, host / ON_HOST)
     cap = int(parameters * GIVEN)
-    print(f"{torch.cuda.get_device_name()}, {free / 1e9:.1f} GB free; {host / 1e9:.0f} GB of host memory.")
-    print(f"A Llama of {parameters / 1e9:.2f} B parameters: {TORCH * parameters / 1e9:.1f} GB for torch's AdamW, and")
-    print(f"activations. This process may take {cap / 1e9:.1f} GB now.\n")
+    print(f"{torch.cuda.get_device_name()}, {gib(free)} free; {gib(host)} of host memory.")
+    print(f"A Llama of {parameters / 1e9:.2f} B parameters: {gib(int(TORCH * parameters))} for torch's AdamW, and")
+    print(f"activations. This process may take {gib(cap)} now.\n")
 
     torch.cuda.set_per_process_memory_fraction(cap / total)
     refused = by_torch(parameters, device, 2)
@@ -167,15 +168,15 @@ def on_gpu(device: str = "cuda") -> None:
     same_bits(device)
 
     print("\n| | s/step | GPU memory |\n| --- | --- | --- |")
-    print(f"| torch, below {cap / 1e9:.1f} GB | {'out of memory' if isinstance(refused, str) else 'fits'} | |")
-    print(f"| HyTrain, below {cap / 1e9:.1f} GB | {ours.step_s:.3f} | {ours.peak / 1e9:.1f} GB |")
+    print(f"| torch, below {gib(cap)} | {'out of memory' if isinstance(refused, str) else 'fits'} | |")
+    print(f"| HyTrain, below {gib(cap)} | {ours.step_s:.3f} | {gib(ours.peak)} |")
     if isinstance(theirs, str):
         print("| torch, all memory | out of memory | |")
         print(
             f"\nThis GPU cannot train the model with torch's AdamW. With HyTrain it does, {ours.step_s:.3f} s a step."
         )
     else:
-        print(f"| torch, all memory | {theirs.step_s:.3f} | {theirs.peak / 1e9:.1f} GB |")
+        print(f"| torch, all memory | {theirs.step_s:.3f} | {gib(theirs.peak)} |")
         ratio, part = ours.step_s / theirs.step_s, ours.peak / theirs.peak
         print(f"\nHyTrain takes {ratio:.2f} times torch's step, with {part:.0%} of its GPU memory.")
     print("\nNext:")

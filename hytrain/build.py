@@ -46,6 +46,7 @@ from hytrain.model.rounds import rounds
 from hytrain.model.sharing import shared_out
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, TrainedSegment
 from hytrain.options import Options
+from hytrain.readable import gib
 from hytrain.run import environment
 from hytrain.run.calibration import calibrate
 from hytrain.run.cluster import PrivateCluster
@@ -200,8 +201,8 @@ class Build:
             return
         _log.warning(
             "updates wait for the norm of all gradients: making them earlier, and undoing those that were wrong, "
-            "would take %.2f GB of host memory, which are not free",
-            host_bytes(double) * (1.0 - (options.k or 0.0)) / 1e9,
+            "would take %s of host memory, which are not free",
+            gib(int(host_bytes(double) * (1.0 - (options.k or 0.0)))),
         )
 
     def calibration(self) -> Calibration:

@@ -427,7 +427,7 @@ def test_without_host_memory_they_stay(late: Late, caplog: pytest.LogCaptureFixt
     assert sent[0] == sent[1] > 0
     assert 0 < sent[2] == sent[3] < 4 * sent[0], "as far as it goes"
     [said] = [record.getMessage() for record in caplog.records]
-    assert "activations stay on the device: 0.00 GB of host memory are free" in said
+    assert "activations stay on the device: 0.0 MiB of host memory are free" in said
     activations.close()
 
 

@@ -143,9 +143,9 @@ def test_auto_is_refused_only_if_no_k_fits() -> None:
     limit = 7 * ON_HOST
     require_host_memory(LAYOUTS, None, limit, gpu_bytes=3 * ON_GPU)
     sentence = (
-        r"10\.5 M parameters need 0\.15 GB of host memory \(14\.0 bytes per parameter\) where the GPU owns none, "
-        r"above 0\.10 GB, the stated limit; the 0\.03 GB that the GPU has for optimizer state hold 2 of 10 layers, "
-        r"which leaves 0\.12 GB to the host: "
+        r"10\.5 M parameters need 140\.0 MiB of host memory \(14\.0 bytes per parameter\) where the GPU owns none, "
+        r"above 98\.0 MiB, the stated limit; the 30\.0 MiB that the GPU has for optimizer state hold 2 of 10 layers, "
+        r"which leaves 112\.0 MiB to the host: "
     )
     with pytest.raises(CapacityError, match=sentence):
         require_host_memory(LAYOUTS, None, limit, gpu_bytes=3 * ON_GPU - 1)
@@ -159,7 +159,7 @@ def test_gradients_that_await_a_verdict_need_room_on_the_gpu_too() -> None:
 
 def test_without_a_gpu_all_lies_on_the_host() -> None:
     require_host_memory(LAYOUTS, None, 10 * ON_HOST)
-    with pytest.raises(CapacityError, match=r"at k=0\.00 needs 0\.15 GB"):
+    with pytest.raises(CapacityError, match=r"at k=0\.00 needs 140\.0 MiB"):
         require_host_memory(LAYOUTS, None, 10 * ON_HOST - 1)
 
 
@@ -175,14 +175,14 @@ def test_what_visits_needs_no_gradients() -> None:
 def test_ranks_on_one_machine_divide_its_memory() -> None:
     require_host_memory(LAYOUTS, None, 20 * ON_HOST, ranks=2)
     with pytest.raises(
-        CapacityError, match=r"0\.15 GB, the stated limit, divided by the 2 ranks on this machine: raise"
+        CapacityError, match=r"140\.0 MiB, the stated limit, divided by the 2 ranks on this machine: raise"
     ):
         require_host_memory(LAYOUTS, None, 20 * ON_HOST - 1, ranks=2)
 
 
 def test_a_given_k_is_taken_at_its_word() -> None:
     require_host_memory(LAYOUTS, 0.3, 7 * ON_HOST, gpu_bytes=0)
-    with pytest.raises(CapacityError, match=r"at k=0\.20 needs 0\.12 GB .* raise k"):
+    with pytest.raises(CapacityError, match=r"at k=0\.20 needs 112\.0 MiB .* raise k"):
         require_host_memory(LAYOUTS, 0.2, 7 * ON_HOST, gpu_bytes=1 << 40)
 
 

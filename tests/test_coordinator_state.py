@@ -363,7 +363,7 @@ def test_a_layer_that_was_evicted_visits_and_its_memory_is_planned_for_steps(dri
     assert [step(number, 32) for number in (1, 2, 3)] == [70] * 3
     told = m.Evicted(lid=1, step=4, nbytes=3_000_000_000, evict_s=0.5, reason="a batch of 9 tokens")
     driver.handle(told)
-    assert "1 layer has left the GPU, 3.00 GB in 0.50 s, for a batch of 9 tokens: " in driver.notes
+    assert "1 layer has left the GPU, 2.79 GiB in 0.50 s, for a batch of 9 tokens: " in driver.notes
     assert driver.planning.places == Places.of([GPU, VISIT, CPU, CPU])
     assert driver.status().reason.endswith("for a batch of 9 tokens")
     assert driver.planning._shares == (0.25, 0.0)
@@ -373,7 +373,7 @@ def test_a_layer_that_was_evicted_visits_and_its_memory_is_planned_for_steps(dri
         step(number, 20)
     evicted = [record for record in driver.written if "evict_s" in record]
     assert [record["evict_s"] for record in evicted] == [1.0]
-    assert evicted[0]["reason"].startswith("the state of 2 layers has left the GPU, 6.00 GB in 1.00 s")
+    assert evicted[0]["reason"].startswith("the state of 2 layers has left the GPU, 5.59 GiB in 1.00 s")
     assert driver.written[-1]["evicted_bytes"] == 6_000_000_000 and "evicted_bytes" not in driver.written[0]
     with pytest.raises(OwnershipError, match="was not there"):
         driver.handle(told)

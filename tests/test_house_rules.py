@@ -68,6 +68,8 @@ UNSAFE_IMPORTS = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 #: What torch keeps below a tensor. A tensor class whose data lies elsewhere has to be understood in one file alone.
 DOOR = "hytrain/tensors.py"
+#: A size as users are shown it; rates of memory are in GB/s.
+IN_GB = re.compile(r"(?:^| )GB\b(?!/s)")
 BELOW_TENSORS = {"data_ptr", "_version", "as_strided", "increment_version"}
 
 
@@ -118,7 +120,10 @@ def violations(source: str, module: str) -> list[str]:
             found.append(f"{module}:{line}: a pure module must not import {top}")
         if top in UNSAFE_IMPORTS or name.startswith("torch.multiprocessing"):
             found.append(f"{module}:{line}: {name} brings pickles")
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # that nobody is shown
     for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and id(node) not in texts and IN_GB.search(str(node.value)):
+            found.append(f"{module}:{node.lineno}: sizes are told in GiB, by hytrain.readable.gib")
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in UNSAFE_CALLS:
             found.append(f"{module}:{node.lineno}: {node.func.id}() runs text as code")
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save"):
@@ -243,6 +248,7 @@ def test_no_pure_module_brings_torch() -> None:
         ("hytrain/session.py", "from hytrain.recipe import config"),
         ("hytrain/recipe/loop.py", "def late():\n    import examples.studies.cotraining.shares"),
         ("workers/watch/monitor.py", "from hytrain.recipe.config import load"),
+        ("hytrain/build.py", "told = f'{nbytes / 1e9:.2f} GB'"),
     ],
 )
 def test_planted_violation_is_found(module: str, source: str) -> None:
@@ -252,6 +258,7 @@ def test_planted_violation_is_found(module: str, source: str) -> None:
 def test_what_is_allowed_passes() -> None:
     assert violations("from protocol import codec\nimport torch, os, time\nmodel.eval()", "hytrain/optim.py") == []
     assert violations("import zmq, os", "protocol/channel.py") == []
+    assert violations("'a model of 80 GB'\ntold = f'{rate:.0f} GB/s'", "hytrain/build.py") == []
     assert violations("from hytrain.planner import decide\nimport protocol", "workers/coordinate/coordinator.py") == []
     assert (
         violations("from workers import affinity\nfrom workers.planning import facts", "workers/watch/doctor.py") == []

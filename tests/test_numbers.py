@@ -115,8 +115,8 @@ def times_as_fast(system: str) -> str:
 
 def peers() -> str:
     return (
-        f"it is {times_as_fast('torchao-fp32')} times as fast as torchao, {times_as_fast('deepspeed-zero2')} times as fast "
-        f"as DeepSpeed ZeRO-2 and {times_as_fast('fsdp2')} times as fast as FSDP2 with CPU offload"
+        f"it is {times_as_fast('torchao-fp32')} times as fast as torchao, {times_as_fast('deepspeed-zero2')} times as "
+        f"fast as DeepSpeed ZeRO-2 and {times_as_fast('fsdp2')} times as fast as FSDP2 with CPU offload"
     )
 
 

@@ -126,7 +126,9 @@ def test_the_first_plan_takes_of_the_gpu_only_what_the_host_needs(gpu_state_byte
 def test_where_nothing_fits_both_sides_are_told() -> None:
     ten = blocks(10)
     assert len(first_lids(ten, Limits(gpu_state_bytes=5 * 10**9, host_bytes=7 * 10**9), None)) == 5
-    both = r"need 14\.00 GB of host memory, where 7\.00 GB .* 4\.90 GB allowed .* \(4\.00 GB\) still leaves 8\.40 GB"
+    both = (
+        r"need 13\.04 GiB of host memory, where 6\.52 GiB .* 4\.56 GiB allowed .* \(3\.73 GiB\) still leaves 7\.82 GiB"
+    )
     with pytest.raises(Infeasible, match=both):
         first_lids(ten, Limits(gpu_state_bytes=49 * 10**8, host_bytes=7 * 10**9), None)
 

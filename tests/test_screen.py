@@ -202,7 +202,9 @@ def test_what_is_wrong_leaves_the_processes_on_a_small_terminal() -> None:
     """As long as the run lives: what is wrong with one that has ended is only what it has recorded."""
     told = at(3, reason="the CPU's updates would end 12 ms late at k=0.20; at k=0.25 nothing waits for them")
     planes = dict.fromkeys(("grads", "weights", "exp_avg", "exp_avg_sq"), 2**30)
-    run = Run(replace(told, reason="the CPU keeps up with all layers, so the GPU owns none (k=0.00)", host_planes=planes))
+    run = Run(
+        replace(told, reason="the CPU keeps up with all layers, so the GPU owns none (k=0.00)", host_planes=planes)
+    )
     strangers = [Stranger(3100 + number, f"program-{number}", 0.9) for number in range(3)]
     usage = Usage(cores=(0, 1), rss_bytes=1 << 30, cpu_s=1.0, cpu_share=0.5)
     roles = (("trainer", "cuda:0"), ("optimizer", "on cores 0-1"), ("coordinator", "plans"), ("launcher", "supervises"))

@@ -12,6 +12,7 @@ import pytest
 from test_report import in_a_browser
 
 ROOT = Path(__file__).resolve().parent.parent
+EACH = ("AdamW", "Adam", "SGD", "Lion", "Muon")
 TESTS = "https://github.com/hytrain/hytrain/blob/main/tests/"
 
 
@@ -27,6 +28,9 @@ def test_the_search_works_from_the_folder(tmp_path: Path) -> None:
     seen = in_a_browser(f"{(site / 'index.html').as_uri()}?q=gradient", tmp_path / "profile")
     assert re.search(r"\d+ matching documents", seen)
     assert re.search(r'<div class="md-search"[^>]* aria-label="Search"', seen), "site.js has run"
+    api = (site / "api.html").read_text()
+    of_each = [api.split(f'<h3 id="hytrain.optim.{name}"')[1].split("<h3 ")[0] for name in EACH]
+    assert all(option in of_one for of_one in of_each for option in ("max_grad_norm", "grad_accumulation"))
     memory = (site / "memory.html").read_text()
     assert re.search(r'<abbr title="[^"]+">masters</abbr>', memory), "words of the glossary"
     assert f'{TESTS}integration/test_k_invariance.py" title=' in (site / "architecture.html").read_text()

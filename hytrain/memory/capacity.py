@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hytrain.errors import CapacityError
 from hytrain.memory.host import available_bytes
+from hytrain.readable import gib
 from protocol import sizes
 from protocol.handles import ArenaLayout
 from protocol.placement import CPU, GPU, VISIT
@@ -246,18 +247,18 @@ def require_host_memory(
         left = _beyond_gpu(layouts, gpu_bytes, awaits_verdict)
         if host_bytes(left, visit=visit) > bound:
             raise CapacityError(
-                f"{numel / 1e6:.1f} M parameters need {needed / 1e9:.2f} GB of host memory ({each}) where the GPU "
-                f"owns none, above {bound / 1e9:.2f} GB, {source}; the {gpu_bytes / 1e9:.2f} GB that the GPU has "
+                f"{numel / 1e6:.1f} M parameters need {gib(needed)} of host memory ({each}) where the GPU "
+                f"owns none, above {gib(bound)}, {source}; the {gib(gpu_bytes)} that the GPU has "
                 f"for optimizer state hold {len(layouts) - len(left)} of {len(layouts)} layers, which leaves "
-                f"{host_bytes(left, visit=visit) / 1e9:.2f} GB to the host: free memory on either side, or set "
+                f"{gib(host_bytes(left, visit=visit))} to the host: free memory on either side, or set "
                 "host_memory_limit if the machine's memory grows on demand"
             )
         return
     share = host_bytes(layouts, k or 0.0, visit)
     if share > bound:
         raise CapacityError(
-            f"the host's share of {numel / 1e6:.1f} M parameters at k={k or 0.0:.2f} needs {share / 1e9:.2f} GB of "
-            f"host memory ({each}), above {bound / 1e9:.2f} GB, {source}: raise k, "
+            f"the host's share of {numel / 1e6:.1f} M parameters at k={k or 0.0:.2f} needs {gib(share)} of "
+            f"host memory ({each}), above {gib(bound)}, {source}: raise k, "
             "free host memory, or set host_memory_limit if the machine's memory grows on demand"
         )
 

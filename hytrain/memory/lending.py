@@ -32,6 +32,7 @@ from hytrain.memory.arena import Memory, ReadOnlyMapping, SharedMemory
 from hytrain.memory.host import available_bytes
 from hytrain.memory.transfer import Copy, Transfers
 from hytrain.model.trained import TrainedParameter
+from hytrain.readable import gib
 from hytrain.tensors import is_plain, local, shaped
 from protocol.handles import PAGE_BYTES
 
@@ -405,7 +406,7 @@ def _values(known: TrainedParameter) -> Tensor:
 
 def _require(nbytes: int, why: str) -> None:
     if nbytes > (free := available_bytes()):
-        raise CapacityError(f"{nbytes / 1e9:.2f} GB of host memory are needed {why}, and {free / 1e9:.2f} GB are free")
+        raise CapacityError(f"{gib(nbytes)} of host memory are needed {why}, and {gib(free)} are free")
 
 
 def _in_pages(like: Form | Tensor) -> int:

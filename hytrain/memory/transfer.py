@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 
 from hytrain.memory.clock import CudaClock, HostClock, Span, Stream, current_stream
+from hytrain.readable import gib
 from hytrain.tensors import address, addresses, allocate, count_write, free
 
 _log = logging.getLogger(__name__)
@@ -206,9 +207,9 @@ class CudaTransfers:
         if not self._is_told:
             self._is_told = True
             _log.warning(
-                "CUDA pins no more than %.2f GB of host memory here (error %d), so copies of what lies beyond take "
+                "CUDA pins no more than %s of host memory here (error %d), so copies of what lies beyond take "
                 "longer. Raise the limit of locked memory (ulimit -l), if there is one",
-                sum(self._pinned.values()) / 1e9,
+                gib(sum(self._pinned.values())),
                 code,
             )
 

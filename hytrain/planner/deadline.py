@@ -19,9 +19,10 @@ from itertools import combinations
 from math import inf
 
 from hytrain.planner.contention import LITTLE, SETTLED_STEPS, USUAL_STEPS
-from hytrain.planner.ladder import Infeasible, Ladder, Steps, build_ladder, gb, search
+from hytrain.planner.ladder import Infeasible, Ladder, Steps, build_ladder, search
 from hytrain.planner.profile import SAME_SPEED, LayerProfile, Limits, Profile, Question
 from hytrain.planner.simulate import simulate
+from hytrain.readable import gib
 
 CLEAR_SAVING = 0.03  # of all optimizer state: the least that a move must save if it gains no speed
 LEAVE_OUT_TRIES = 4
@@ -153,7 +154,7 @@ def worth_moving(asked: Question, profile: Profile, target: Target) -> Target:
         saved = profile.host_bytes(current) - profile.host_bytes(target.gpu_lids)
         if saved > CLEAR_SAVING * profile.host_bytes(frozenset()):
             return target
-        return _stay(profile, current, target, f"would save {gb(saved)} of host memory, too little for a move")
+        return _stay(profile, current, target, f"would save {gib(saved)} of host memory, too little for a move")
     return _if_it_pays(asked, profile, target)
 
 
@@ -187,7 +188,7 @@ def _if_it_pays(asked: Question, profile: Profile, target: Target) -> Target:
         if saved and fewer_gain_s >= -same_s and fewer_cost_s <= same_s * horizon_steps:
             k = profile.k_of(fewer.gpu_lids)
             slower = f"even when it is {profile.cpu_slack:.0%} slower"
-            reason = f"k={k:.2f} frees {gb(saved)} of GPU memory, and the CPU keeps up, {slower}"
+            reason = f"k={k:.2f} frees {gib(saved)} of GPU memory, and the CPU keeps up, {slower}"
             return replace(fewer, reason=reason)
     price = f"would make a step {_longer(-gain_s)}, and cost {_ms(cost_s)} once"
     if lasting_s < gain_s:

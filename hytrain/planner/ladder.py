@@ -25,6 +25,7 @@ from math import inf
 from hytrain.errors import HyTrainError
 from hytrain.planner.profile import SAME_SPEED, LayerProfile, Limits, Profile
 from hytrain.planner.simulate import Timeline, simulate
+from hytrain.readable import gib
 
 
 class Infeasible(HyTrainError, ValueError):
@@ -107,9 +108,9 @@ def build_ladder(profile: Profile, limits: Limits, order: Sequence[LayerProfile]
             lowest -= 1
     else:
         raise Infeasible(
-            f"the layers need {gb(on_host_bytes(0))} of host memory, where {gb(limits.host_bytes)} is allowed; "
-            f"owning those that fit the {gb(limits.gpu_state_bytes)} allowed for state on the GPU "
-            f"({gb(gpu_bytes)}) still leaves {gb(on_host_bytes(lowest))} on the host"
+            f"the layers need {gib(on_host_bytes(0))} of host memory, where {_allowed(limits.host_bytes)} is allowed; "
+            f"owning those that fit the {_allowed(limits.gpu_state_bytes)} allowed for state on the GPU "
+            f"({gib(gpu_bytes)}) still leaves {gib(on_host_bytes(lowest))} on the host"
         )
     return Ladder(layers=tuple(taken), lowest=lowest)
 
@@ -171,5 +172,5 @@ def _first(holds: Callable[[int], bool], low: int, high: int, probe: int) -> int
     return low
 
 
-def gb(size_bytes: int | None) -> str:
-    return "any amount" if size_bytes is None else f"{size_bytes / 1e9:.2f} GB"
+def _allowed(size_bytes: int | None) -> str:
+    return "any amount" if size_bytes is None else gib(size_bytes)

@@ -30,6 +30,7 @@ from hytrain.model.consumed import CONSUMED
 from hytrain.model.summed import SummedGradient, norm_of, summed
 from hytrain.model.trained import TrainedParameter, with_gradients
 from hytrain.options import Options
+from hytrain.readable import gib
 from hytrain.step.autograd import in_backward
 from hytrain.step.sums import DeviceSums, HostSums, PlaneSums, Sums
 from hytrain.step.timing import NORMS, Timing
@@ -446,6 +447,6 @@ def choose_sums(
     if place == "auto":
         room = gpu_room()
         place = "device" if room is None or needed <= room.free else "host"
-        free = "enough" if room is None else f"{room.free / 1e9:.2f} GB"
-        _log.info("sums of gradients take %.2f GB on the %s; free on the device: %s", needed / 1e9, place, free)
+        free = "enough" if room is None else gib(room.free)
+        _log.info("sums of gradients take %s on the %s; free on the device: %s", gib(needed), place, free)
     return DeviceSums() if place == "device" else HostSums(transfers)

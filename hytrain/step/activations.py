@@ -32,6 +32,7 @@ from hytrain.errors import UsageError
 from hytrain.memory.clock import Stream
 from hytrain.memory.pinned import PinnedStack
 from hytrain.memory.transfer import Copy, Transfer, Transfers
+from hytrain.readable import gib
 from hytrain.tensors import (
     form_of,
     in_form,
@@ -258,7 +259,7 @@ class Activations:
             if free is None or more <= free:
                 self._stack.grow(nbytes)
                 return True
-            why = f"{max(free, 0) / 1e9:.2f} GB of host memory are free, and {more / 1e9:.2f} GB more are needed"
+            why = f"{gib(max(free, 0))} of host memory are free, and {gib(more)} more are needed"
         except OSError as error:
             why = str(error)
         if not self._has_warned:

@@ -19,6 +19,7 @@ from hytrain.memory.capacity import host_bound
 from hytrain.memory.host import available_bytes
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.model.trained import TrainedLayer
+from hytrain.readable import gib
 from hytrain.step.common import Common
 from protocol.messages import AllocatePlanes, PlanesRefused, ReleasePlanes
 
@@ -108,7 +109,7 @@ class Arenas:
             return kept
         needed, left = self._needed(layer), available_bytes()
         if needed + LEFT_BYTES > left:
-            raise CapacityError(f"it takes {needed / 1e9:.2f} GB of host memory, of which {left / 1e9:.2f} are left")
+            raise CapacityError(f"it takes {gib(needed)} of host memory, and {gib(left)} are left")
         return self._made(layer, gently=False)
 
     @staticmethod

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from hytrain.memory.capacity import Room
+from hytrain.readable import gib
 from hytrain.run.ownership import PlanBook
 from hytrain.statistics import Statistics
 from hytrain.step.common import Common
@@ -134,11 +135,9 @@ class Boundary:
         )
         if more <= room.free:
             _log.info(
-                "this model fits on the GPU without HyTrain: all of it and its optimizer's state take %.1f of %.1f GB. "
-                "What HyTrain can save here is GPU memory, up to %.1f GB",
-                (room.needed + more) / 1e9,
-                room.usable / 1e9,
-                more / 1e9,
+                "this model fits on the GPU without HyTrain: all of it and its optimizer's state take %s of %s. "
+                "What HyTrain can save here is GPU memory, up to %s",
+                *map(gib, (room.needed + more, room.usable, more)),
             )
 
     def _where(self, places: Places) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from hytrain.memory.planes import ArenaPlanes, DevicePlanes
 from hytrain.memory.reclaim import Offer
 from hytrain.memory.transfer import Transfer
 from hytrain.model.trained import TrainedLayer
+from hytrain.readable import gib
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
 from hytrain.step.evictions import Evictions, leaving_copies
@@ -103,7 +104,7 @@ class Reclaiming:
                 arena = self._handover.arenas.own(layer)
                 assert arena is known.arena, "what was made ready for it"
                 copied = Transfer(None, (left.began_s, left.ended_s))
-                why = f"a request of {left.asked / 1e6:.0f} MB that had no room"
+                why = f"a request of {gib(left.asked)} that had no room"
                 self._evictions.leave(layer, arena, copied, left.nbytes, left.began_s, why, ended_s=left.ended_s)
                 self._evictions.begin_anew()
 
@@ -149,7 +150,7 @@ class Reclaiming:
         state = sum(layer.holds.nbytes for layer in self._layers if isinstance(layer.holds, DevicePlanes))
         weights = sum(known.own.untyped_storage().nbytes() for known in self._parameters)
         parts = (weights, state, self._visits.slots_bytes, room.needed - room.now)
-        told = [f"{nbytes / 1e9:.2f} GB" for nbytes in parts]
+        told = [gib(nbytes) for nbytes in parts]
         return (
             f"HyTrain: after the last step, weights took {told[0]} of this device, optimizer state {told[1]}, and "
             f"slots for state that visits {told[2]}; steps needed up to {told[3]} more, for activations and gradients. "

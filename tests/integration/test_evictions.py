@@ -20,6 +20,7 @@ import hytrain
 from hytrain.memory import visits
 from hytrain.memory.capacity import GpuMemory, Room
 from hytrain.memory.planes import DevicePlanes
+from hytrain.readable import gib
 from hytrain.step import arenas, offload
 from protocol.placement import VISIT
 
@@ -259,4 +260,4 @@ def test_where_all_would_fit_a_line_says_what_can_be_saved(
             train(model, opt, range(3))
     said = [record.getMessage() for record in caplog.records if record.name == "hytrain.step.boundary"]
     assert len(said) == 1 - lacking
-    assert lacking or said[0].endswith(f"up to {away / 1e9:.1f} GB")
+    assert lacking or said[0].endswith(f"up to {gib(away)}")

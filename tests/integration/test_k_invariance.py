@@ -325,7 +325,7 @@ def test_overlap_changes_no_bit_over_many_steps(dtype: torch.dtype) -> None:
 def test_memory_that_the_gpu_may_take_is_not_promised_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where both have one memory, and the planner is free to choose. A given k says whose it is."""
     monkeypatch.setattr(GpuMemory, "shared_bytes", lambda self: 1 << 60)
-    refusal = r"above 0\.00 GB, .* and what the GPU may take of the same memory"
+    refusal = r"above 0\.0 MiB, .* and what the GPU may take of the same memory"
     with pytest.raises(CapacityError, match=refusal), adamw(perceptron()):
         pass
     model = perceptron()

@@ -297,7 +297,7 @@ def test_the_record_says_what_has_left_and_why(budget: Budget) -> None:
         budget.press(2_000_000)
         train(model, opt, [2])
     last = records(opt, 3)[-1]
-    assert last["reason"].endswith(" s, for a request of 2 MB that had no room")
+    assert last["reason"].endswith(" s, for a request of 1.9 MiB that had no room")
     assert last["evict_s"] > 0 and last["evicted_bytes"] > 0
 
 
@@ -315,7 +315,7 @@ def test_memory_is_made_ready_for_as_much_as_a_batch_takes(budget: Budget) -> No
         assert all(handover.arenas.kept(layer) is not None for layer in layers)
 
 
-TAKEN = "HyTrain: after the last step, weights took 0.00 GB of this device, optimizer state "
+TAKEN = "HyTrain: after the last step, weights took 1.5 MiB of this device, optimizer state "
 
 
 def test_a_forward_without_memory_says_what_took_it_and_the_loop_goes_on(budget: Budget) -> None:

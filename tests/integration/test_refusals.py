@@ -186,7 +186,7 @@ def test_keys_of_others_in_parameter_groups() -> None:
 def test_too_little_host_memory_shows_the_arithmetic() -> None:
     model = perceptron(width=512)
     sentence = (
-        r"1\.1 M parameters at k=0\.00 needs 0\.02 GB of host memory \(16\.0 bytes per parameter\), above 0\.01 GB"
+        r"1\.1 M parameters at k=0\.00 needs 16\.1 MiB of host memory \(16\.0 bytes per parameter\), above 9\.5 MiB"
     )
     with pytest.raises(CapacityError, match=sentence) as raised:
         hytrain.AdamW(model, k=0.0, host_memory_limit=10_000_000)

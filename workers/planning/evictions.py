@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hytrain.readable import gib
 from protocol import messages as m
 
 
@@ -22,9 +23,9 @@ class Evictions:
         return self._told()
 
     def _told(self) -> str:
-        gb, seconds = sum(one.nbytes for one in self._now) / 1e9, sum(one.evict_s for one in self._now)
+        nbytes, seconds = sum(one.nbytes for one in self._now), sum(one.evict_s for one in self._now)
         layers = "1 layer" if len(self._now) == 1 else f"{len(self._now)} layers"
-        return f"the state of {layers} has left the GPU, {gb:.2f} GB in {seconds:.2f} s, for {self._now[-1].reason}"
+        return f"the state of {layers} has left the GPU, {gib(nbytes)} in {seconds:.2f} s, for {self._now[-1].reason}"
 
     def take(self, reason: str | None) -> dict[str, Any]:
         """What a record has of the step that ends. `reason`: of a plan that has taken effect in it."""

@@ -27,7 +27,7 @@ from typing import Final
 from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.extras import needed
 from hytrain.monitoring import ANSWER_S, LOOK_S, Client, find, live_runs
-from hytrain.readable import age
+from hytrain.readable import age, gib
 from protocol import messages as m
 from workers import run_folder
 from workers.exits import EXIT_USAGE
@@ -278,7 +278,7 @@ def _listing(runs: Sequence[run_folder.Run], now_s: float, *, as_json: bool = Fa
                 "-" if run.steps is None else str(run.steps),
                 "-" if run.loss is None else f"{run.loss:.4f}",
                 age(now_s - run.at_s),
-                f"{run.nbytes / 1e6:,.1f} MB",
+                gib(run.nbytes),
                 str(run.folder),
             )
         )

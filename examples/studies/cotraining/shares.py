@@ -41,6 +41,7 @@ from hytrain.memory.clock import Clock, CudaClock, HostClock, Mark, Span
 from hytrain.memory.lending import TRAINED, Loan
 from hytrain.model.layers import clean
 from hytrain.optim import Optimizer
+from hytrain.readable import gib
 from hytrain.tensors import is_distributed
 
 #: With "auto", the CPU computes a part that is not used, to see how long it takes: after 1, 2, 4, 8, … steps.
@@ -399,11 +400,11 @@ def _most(parts: int, cpu_parts: int | str, slot_bytes: int, host_bytes: int) ->
     room = max(host_bytes, 0) // max(slot_bytes, 1)
     if cpu_parts == "auto":
         if not room and parts > 1:
-            _log.warning("the CPU trains no part: the gradients of one need %.2f GB of host memory", slot_bytes / 1e9)
+            _log.warning("the CPU trains no part: the gradients of one need %s of host memory", gib(slot_bytes))
         return min(parts - 1, room)
     if int(cpu_parts) > room:
         raise CapacityError(
-            f"cpu_parts={cpu_parts} needs {int(cpu_parts) * slot_bytes / 1e9:.2f} GB of host memory for gradients, and "
-            f"there is room for {room * slot_bytes / 1e9:.2f} GB"
+            f"cpu_parts={cpu_parts} needs {gib(int(cpu_parts) * slot_bytes)} of host memory for gradients, and "
+            f"there is room for {gib(room * slot_bytes)}"
         )
     return int(cpu_parts)
