@@ -34,6 +34,9 @@ PAGES = (
     ROOT / "benchmarks/README.md",
     ROOT / "examples/cluster/README.md",
 )
+#: A command inside a sentence has no mark. Rows of tables have commands of the past.
+SENTENCES = re.compile(r"^```.*?^```|^\|.*?$|<!--.*?-->", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:python -m|bin/hytrain-\w+|make) [^`…]+)`")
 BLOCK = re.compile(r"^```(?:sh\n(.*?)|\n(\$ .*?))^```", re.MULTILINE | re.DOTALL)
 #: Files that stand for the reader's own.
 OWN = ("script.py", "train.py", "RECIPE.yaml", "mine.yaml")
@@ -45,9 +48,11 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 QUICK = {"--dry-run": 0, "--list": 0, "hytrain-cluster init": 0, "doctor --gpu": 0, "train.stesp": 2}
 
 
-def commands() -> Iterator[tuple[str, list[str], bool]]:
-    """Page, words, and whether it is marked, of each."""
+def commands() -> Iterator[tuple[str, list[str], bool | None]]:
+    """Page, words, and whether it is marked, of each; None inside a sentence."""
     for page in sorted(PAGES):
+        for given in dict.fromkeys(INLINE.findall(SENTENCES.sub("", page.read_text()))):
+            yield page.stem, shlex.split(given.replace("\n", " ")), None
         for whole, shown in BLOCK.findall(page.read_text()):
             lines = whole or "\n".join(line[2:] for line in shown.splitlines() if line.startswith("$ "))
             above = ""  # the comment over a command and those that follow without an empty line
@@ -120,17 +125,17 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("words", "marked"), COMMANDS)
 def test_a_command_is_one_and_marked_if_it_needs_a_gpu(
-    words: list[str], marked: bool, monkeypatch: pytest.MonkeyPatch
+    words: list[str], marked: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program, *arguments = words
     name = Path(program).name
     if name == "make":
         targets = re.findall(r"^\.PHONY: (.*)", MAKEFILE, re.MULTILINE)
-        assert arguments[0] in " ".join(targets).split() and marked is made_on_a_gpu(arguments[0])
+        assert arguments[0] in " ".join(targets).split() and marked in (None, made_on_a_gpu(arguments[0]))
     elif name == "hytrain-cluster":
         with pytest.raises(ConfigError if "train.stesp=5" in arguments else Parsed) as read:
             launcher._run(launcher._parse(arguments))
-        assert marked is (getattr(read.value, "device", None) == "cuda")
+        assert marked in (None, getattr(read.value, "device", None) == "cuda")
     elif name == "hytrain-monitor":
         own = {"report": report.main, "trace": timeline.main}.get(arguments[0] if arguments else "")
         with pytest.raises(Parsed):
@@ -147,7 +152,7 @@ def test_a_command_is_one_and_marked_if_it_needs_a_gpu(
             monkeypatch.delitem(sys.modules, arguments[1], raising=False)
             with pytest.raises(Parsed) as parsed:
                 runpy.run_module(arguments[1], run_name="__main__")
-            assert marked is (parsed.value.device == "cuda")
+            assert marked in (None, parsed.value.device == "cuda")
 
 
 @pytest.mark.spawns
