@@ -32,10 +32,7 @@ FLOOR_BYTES: Final = 4 * 10**9
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 2 for arguments that cannot be. A system that fails is a row, not a failure of the suite."""
-    parser = _parser()
-    arguments = parser.parse_args(argv)
-    if unknown := [part for part in arguments.parts if part not in parts.PARTS]:
-        parser.error(f"no part is called {unknown[0]!r}; parts: {', '.join(parts.PARTS)}")
+    arguments = _parser().parse_args(argv)
     plan = _plan(arguments)
     if arguments.list or not plan:
         print("\n".join(_listed(plan or [(part, job) for part in parts.PARTS for job in _jobs(arguments, part)])))
@@ -49,9 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _part(name: str) -> str:
+    if name not in parts.PARTS:
+        raise argparse.ArgumentTypeError(f"no part is called {name!r}; parts: {', '.join(parts.PARTS)}")
+    return name
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.suite", description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts.PARTS))
+    parser.add_argument("parts", nargs="*", type=_part, metavar="PART", help=", ".join(parts.PARTS))
     parser.add_argument("--systems", nargs="+", default=[], help="instead of parts: these")
     parser.add_argument("--only", nargs="+", default=[], metavar="SYSTEM", help="of the parts only these systems")
     parser.add_argument("--gpus", type=int, default=0, help=f"ranks of {', '.join(parts.RANKED)} (2), or of --systems")
