@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -125,7 +126,8 @@ def test_smaller_state_needs_less() -> None:
 def test_a_page_tells_the_machine_and_what_it_trains() -> None:
     page = render(MACHINE, 4, 1024)
     lines = page.splitlines()
-    assert lines[0].split(maxsplit=1) == ["GPU", "a GPU, 23.00 GiB of 24.00 GiB free"]
+    assert re.match(r"This machine trains models in bf16 of up to \d+\.\d B \(exact\), ", lines[0])
+    assert lines[2].split(maxsplit=1) == ["GPU", "a GPU, 23.00 GiB of 24.00 GiB free"]
     seven = next(line for line in lines if line.startswith("7 B"))
     assert seven.split()[2:4] == ["no", "room"], "84 GB of exact state do not fit"
     *_, share, tokens = seven.split()
@@ -133,7 +135,7 @@ def test_a_page_tells_the_machine_and_what_it_trains() -> None:
     assert "What to change" not in page
     alone = render(replace(MACHINE, gpu=None, no_gpu="CUDA finds no device"), 4, 1024)
     assert "none that torch can use: CUDA finds no device" in alone
-    assert "This machine trains on its CPU alone: up to " in alone
+    assert alone.startswith("This machine trains on its CPU alone: up to ")
 
 
 @pytest.mark.parametrize(
@@ -177,9 +179,9 @@ def test_a_model_is_answered_first(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     """With the rates that were measured. Without a GPU, the answer is that there is none, and what to do."""
     monkeypatch.setattr(doctor, "examine", lambda asked: MACHINE)
     assert doctor.main(["--model", "7B"]) == 0
-    first, *_, advice = capsys.readouterr().out.splitlines()
+    first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("Yes: 7 B trains on this machine: not exact, with moments in bfloat16, about ")
-    assert "The most parameters that fit" in advice
+    assert any(line.startswith("This machine trains models in bf16 of up to ") for line in rest)
     monkeypatch.setattr(doctor, "examine", lambda asked: replace(MACHINE, gpu=None))
     assert doctor.main(["--model", "7B"]) == 0
     assert capsys.readouterr().out.startswith("No: torch sees no GPU here. --gpu and --ram answer for a machine")

@@ -322,21 +322,33 @@ def _link(uuid: str) -> tuple[int, ...] | None:
 
 
 def render(machine: Machine, batch: int, sequence: int) -> str:
-    """The machine, what it trains, and advice."""
-    parts = ["\n".join(f"{name:14} {text}" for name, text in _facts(machine))]
-    if (host := _measured(machine)) is not None:
+    """What the machine trains, the machine, forecasts and advice."""
+    host = _measured(machine)
+    parts = [_verdict(machine, host), "\n".join(f"{name:15} {text}" for name, text in _facts(machine))]
+    if host is not None:
         parts.append(_forecasts(host, batch, sequence))
-    else:
+    if advice := list(advise(machine)):
+        parts.append("What to change first:\n" + "\n".join(f"- {sentence}" for sentence in advice))
+    return "\n\n".join(parts)
+
+
+def _verdict(machine: Machine, host: Host | None) -> str:
+    """The largest models, in a sentence."""
+    from workers.watch import forecast
+
+    if host is None:
         alone = machine.bound_bytes / CPU_BYTES / 1e9
-        parts.append(
+        return (
             f"This machine trains on its CPU alone: up to {alone:.1f} B parameters in float32 fit ({CPU_BYTES} bytes "
             "each, and activations).\nHyTrain makes nothing faster there. Run doctor where the GPU is, or name one: "
             'doctor --gpu "RTX 4090" --ram 64GiB\n--cores 8 --model 7B. --dry-run says here how much memory a recipe '
             "needs."
         )
-    if advice := list(advise(machine)):
-        parts.append("What to change first:\n" + "\n".join(f"- {sentence}" for sentence in advice))
-    return "\n\n".join(parts)
+    bounds = {"gpu_bytes": host.gpu_bytes, "host_bytes": host.host_bytes}
+    most = ", ".join(
+        f"{forecast.most_parameters(**bounds, precision=one) / 1e9:.1f} B ({name})" for name, one in PRECISIONS.items()
+    )
+    return f"This machine trains models in bf16 of up to {most} parameters, activations not counted."
 
 
 def _facts(machine: Machine) -> list[tuple[str, str]]:
@@ -346,7 +358,7 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
     found = [
         ("CPU", f"{machine.cpu}, {machine.cores} cores"),
         ("optimizer", machine.pinning),
-        ("its updates", f"{updates}, in billions of parameters per second ({machine.backend})"),
+        ("CPU's updates", f"{updates}, in billions of parameters per second ({machine.backend})"),
         ("host memory", memory + gib(machine.bound_bytes) + beside),
     ]
     if (gpu := machine.gpu) is None:
@@ -356,21 +368,17 @@ def _facts(machine: Machine) -> list[tuple[str, str]]:
         link += f" (PCIe {gpu.link[0]} x {gpu.link[2]})"
     return [
         ("GPU", f"{gpu.name}, {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} free"),
-        ("its products", f"{gpu.product / 1e12:.0f} TFLOP/s in bf16"),
-        ("its updates", f"{gpu.update / 1e9:.0f} billion parameters per second"),
+        ("GPU's products", f"{gpu.product / 1e12:.0f} TFLOP/s in bf16"),
+        ("GPU's updates", f"{gpu.update / 1e9:.0f} billion parameters per second"),
         ("link", link),
         *found,
     ]
 
 
 def _forecasts(host: Host, batch: int, sequence: int) -> str:
-    """A table of models and how fast each would train, and the largest that fits."""
+    """A table of models and how fast each would train."""
     from workers.watch import fits, forecast
 
-    bounds = {"gpu_bytes": host.gpu_bytes, "host_bytes": host.host_bytes}
-    most = ", ".join(
-        f"{forecast.most_parameters(**bounds, precision=one) / 1e9:.1f} B ({name})" for name, one in PRECISIONS.items()
-    )
     rows = []
     for shape in forecast.SHAPES:
         found = [host.forecast(shape, batch * sequence, one) for one in PRECISIONS.values()]
@@ -390,7 +398,6 @@ def _forecasts(host: Host, batch: int, sequence: int) -> str:
             "Where steps were measured, forecasts were 0.82 to 1.18 times as long as the steps. Full speed is that of "
             "forward\nand backward alone, on a GPU that could hold everything.",
             "Most tokens: the largest batch, with visits and offloaded weights.",
-            f"The most parameters that fit, in bf16, without activations: {most}.",
         )
     )
 
