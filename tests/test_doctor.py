@@ -191,7 +191,7 @@ def test_this_machine_is_examined() -> None:
     """From the command line. The CPU is measured as an optimizer process would run."""
     command = [sys.executable, str(ROOT / "bin" / "hytrain-cluster"), "doctor", "--threads", "1"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "optimizer      1 thread on cores" in told and "in billions of parameters per second (native" in told
+    assert "optimizer       1 thread on cores" in told and "in billions of parameters per second (native" in told
 
 
 @pytest.mark.parametrize("words", [["--batch", "0"], ["--cores", "4095"]])
