@@ -533,7 +533,8 @@ class TrainerReport(Message, by="trainer"):
     `at_s`: monotonic; `wall_time`: seconds since 1970.
     `measured`: the last step that the device has finished, None if there is none. `layers`, `stall_s`, `exposed_s`,
     `middle_s`, `starved` and `gather_s` belong to this step.
-    `layers`: if a step has several backwards, the first forward and the last backward. `middle_s`: everything between.
+    `layers`: if a step has several backwards, the first forward and the last backward. `middle_s`: everything between,
+    and between the last backward and `step()` if updates begin there.
     `exposed_s`: how long forward waits for FSDP2's all-gathers and for its copies of what was gathered, without the
     wait for this rank's own updates. On device "cpu", only for the copies.
     `starved`: the share of layers' backwards in which the device ran out of queued work.

@@ -314,6 +314,18 @@ def test_of_several_backwards_the_first_forward_and_the_last_backward_count(cloc
     assert meter.middle_s == 0.0
 
 
+def test_what_the_loop_does_before_updates_that_wait_for_step_is_the_middle(clock: FakeClock, meter: Meter) -> None:
+    """It clips, say: the CPU has nothing to update meanwhile."""
+    record(meter, clock)  # until 15
+    clock.now_s = 17.0
+    meter.begin_held()
+    end(meter, clock, 0, 18.0)
+    assert meter.middle_s == 2.0
+    record(meter, clock, 20.0)
+    end(meter, clock, 1, 36.0)
+    assert meter.middle_s == 0.0
+
+
 def test_nothing_is_measured_before_the_device_has_passed_it(clock: FakeClock, meter: Meter) -> None:
     assert end(meter, clock, 0, 1.0) == {}, "a step without marks has no times"
     clock.passed_s = 15.9  # the step's own end is still ahead

@@ -315,8 +315,8 @@ class MeasurementBook:
         """A whole step with these layers on the GPU, and its stalls; call it after `observe_trainer`.
 
         What a step takes beyond its layers' times is the loop's own work: loss, data, `step()`. Not part of it are
-        stalls, what was lost to the CPU's updates, and the `middle_s` between the first forward and the last backward
-        of a step with several: otherwise they would look like time in which the CPU can update. Of the `exposed_s`
+        stalls, what was lost to the CPU's updates, and the `middle_s` in which nothing is updated: otherwise they would
+        look like time in which the CPU can update. Of the `exposed_s`
         in which forward waits for all-gathers, what few of the last steps fall below is such time. The rest is the wait
         for ranks that stall: if each rank used it for updates of its own, all would become slower and slower.
         """

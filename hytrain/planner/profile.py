@@ -77,9 +77,10 @@ class Profile:
     """All trainable layers, in forward order. Sums are over all of them, whoever owns them, and are found once.
 
     `other_s` is the time between the end of backward and the first layer's forward: the loop's own work, during which
-    the CPU updates. `middle_s` is the time between the first forward and the last backward of a step with several, in
-    which there is nothing to update. Forward and backward are those with an idle CPU: while it updates, the share
-    `drag` of their time is lost (contention.py). All times are of what has host memory, link and GPU memory to itself
+    the CPU updates. `middle_s` is the time in which there is nothing to update: between the first forward and the last
+    backward of a step with several, and what the loop does before `step()` if updates begin there. Forward and backward
+    are those with an idle CPU: while it updates, the share `drag` of their time is lost (contention.py). All times are
+    of what has host memory, link and GPU memory to itself
     (`crowding`); while state visits, updates on the CPU take longer by the fraction `cpu_loss`, forward and backward by
     `work_loss`. The CPU is at times slower by the fraction `cpu_slack`. Its pace differs from step to step: in equally
     many of them its updates take `cpu_paces` times as long.

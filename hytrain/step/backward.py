@@ -240,6 +240,7 @@ class Backward:
             self._meter.drop_backward()
         if life.state is State.SUMMED:
             self._accumulation.note_dropped()
+            self._meter.begin_held()
             self._commit.begin_step()
             life.on(Event.STEP)
             with self._health.undivided("the update of layers"):

@@ -74,8 +74,9 @@ class StepMarks:
     `spans` are copies and device updates: kind, layers, the step that they belong to, marks. `gathers` are FSDP2's
     all-gathers. `fetched` are backward's waits for offloaded weights. `turns` are the starts of the backwards, if the
     step has several. `starved` counts the layers at the end of whose backward the device had finished all earlier work,
-    so that it waited for launches. (In forward, a stall also causes that.) In a step that is drawn, `began` is the end
-    of the step before, `left` the end of that one's `step()`, and `entered` the beginning of its own.
+    so that it waited for launches. (In forward, a stall also causes that.) If updates have waited for `step()`, `held`
+    is when they began. In a step that is drawn, `began` is the end of the step before, `left` the end of that one's
+    `step()`, and `entered` the beginning of its own.
     """
 
     step: int
@@ -92,6 +93,7 @@ class StepMarks:
     began: Mark = None
     left: Mark = None
     entered: Mark = None
+    held: Mark = None
 
     def marks(self) -> Iterator[Mark]:
         """All marks: the step's own work, beginning with its first mark, then copies and all-gathers, then the end."""
@@ -103,7 +105,7 @@ class StepMarks:
         backward = [mark for _, mark in self.backward]
         copies = [mark for *_, span in self.spans for mark in span]
         others = [mark for _, span in self.gathers for mark in span] + list(self.of_fetched())
-        ends = [mark for mark in (self.began, self.left, self.entered, self.end) if mark is not None]
+        ends = [mark for mark in (self.began, self.left, self.entered, self.held, self.end) if mark is not None]
         return chain(forward, self.turns, backward, copies, others, ends)
 
     def of_fetched(self) -> Iterator[Mark]:
@@ -250,6 +252,10 @@ class Meter:
             now.starved += self._clock.passed(before)
         now.backward.append((lid, self._clock.mark()))
 
+    def begin_held(self) -> None:
+        """All gradients have come before, and updates begin only now."""
+        self._now.held = self._mark_instead_of(self._now.held)
+
     def span(self, kind: str, lid: int | tuple[int, ...], step: int, span: Span) -> None:
         """Add a copy or device update of layers. The weights of `step` may come back after the next step has begun."""
         with self._turning:
@@ -278,6 +284,8 @@ class Meter:
             if marks.step >= self._trace.steps.stop:  # the last one's weights were back in this step
                 self._trace.begin(NO_STEP)
         self.middle_s = self._clock.seconds((marks.turns[0], marks.turns[-1])) if marks.turns else 0.0
+        if marks.held is not None and marks.backward:
+            self.middle_s += self._clock.seconds((marks.backward[-1][1], marks.held))
         self.starved = marks.starved / len(marks.backward) if marks.backward else 0.0
         gathered_s = [self._clock.seconds(span) for _, span in marks.gathers]
         self.gather_s = sum(gathered_s) if gathered_s else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -571,6 +572,19 @@ def test_it_is_planned_for_where_updates_begin(monkeypatch: pytest.MonkeyPatch) 
         table = opt._session._engine._boundary._accumulation.timing.in_step
         train(opt._model, opt, range(4), square_loss)
     assert table and [report.in_step for report in reports] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("updates", "waits"), [("step", True), ("backward", False)])
+def test_what_the_loop_does_before_step_hides_updates_only_in_backward(updates: str, waits: bool) -> None:
+    """So the planner takes this time for that of no layer, nor for the CPU's."""
+    model = perceptron()
+    with adamw(model, updates=updates, k=0.5) as opt:
+        for number in range(3):
+            backward(model, number)
+            time.sleep(0.05)
+            opt.step()
+            opt.zero_grad()
+            assert (opt._engine._meter.middle_s >= 0.05) is waits
 
 
 @pytest.mark.parametrize("synchronizes", [False, True])
