@@ -95,8 +95,8 @@ class GpuMemory:
             usable, cap = self._limits()
             self._usable = usable - self._fragments() - int(GPU_MARGIN * cap)
         self._asked += 1
-        now = self._counted("allocated_bytes", "current") - self._lent
-        return Room(self._usable - self._lent, self._peak(), now)
+        now, peak = self._counted("allocated_bytes", "current", "peak")
+        return Room(self._usable - self._lent, max(self._needed, peak - self._lent), now - self._lent)
 
     def lend(self, nbytes: int) -> Tensor | None:
         """Memory for a while, shape (nbytes,), or None without twice as much that no step so far has needed.
@@ -132,17 +132,18 @@ class GpuMemory:
             self._is_expandable = any(segment.get("is_expandable") for segment in segments) if segments else None
         if self._is_expandable:
             return 0
-        return self._counted("inactive_split_bytes", "peak")
+        return self._counted("inactive_split_bytes", "peak")[0]
 
     def _peak(self) -> int:
         """The most that was allocated, without what is lent."""
-        return max(self._needed, self._counted("allocated_bytes", "peak") - self._lent)
+        return max(self._needed, self._counted("allocated_bytes", "peak")[0] - self._lent)
 
-    def _counted(self, what: str, when: str) -> int:
-        """Of `torch.cuda.memory_stats`, which sorts all of its numbers each time."""
+    def _counted(self, what: str, *when: str) -> list[int]:
+        """Of `torch.cuda.memory_stats`, which sorts all of its numbers each time. Each call makes them all."""
         if self._device.type != "cuda":
-            return 0
-        return int(torch.cuda.memory_stats_as_nested_dict(self._device).get(what, {}).get("all", {}).get(when, 0))
+            return [0] * len(when)
+        found = torch.cuda.memory_stats_as_nested_dict(self._device).get(what, {}).get("all", {})
+        return [int(found.get(each, 0)) for each in when]
 
     def _settle(self) -> None:
         """The lent part is about to change: note the peak so far."""
