@@ -414,7 +414,7 @@ def updates(template: Job) -> list[Job]:
     steps = {batch: Segment(batch=batch, settle=24, measure=10, patience=60) for batch in (8, 1)}
     asked = [job(template, system, *steps.values()) for system in ("no-offload", *TIMINGS)]
     found = [*asked, *(job(clipped, system, replace(steps[8], label=CLIPPED)) for system in (AUTO, UNAWARE))]
-    capped = replace(template, cap_gib=template.cap_gib or 40)  # 65 % of what no offload takes
+    capped = replace(template, cap_gib=template.cap_gib or 40)  # less the margin, 65 % of what no offload takes
     below = replace(steps[8], label=f"below {capped.cap_gib:g} GiB")
     return [*found, job(capped, f"{AUTO},updates=step,visit=auto", below)]
 

@@ -205,6 +205,18 @@ def test_the_middle_of_a_step_with_several_backwards_hides_no_updates() -> None:
     assert here.step_s == pytest.approx(there.step_s + 100.0)
 
 
+def test_where_updates_begin_says_what_the_loop_s_time_is() -> None:
+    """What was its own before, the CPU's updates had, is in the middle now; until a step has shown it, nothing is."""
+    book = book_of(100, 300)
+    book.observe_trainer(forward_s={10: 1.0, 11: 1.0}, backward_s={10: 2.0, 11: 2.0})
+    book.observe_step(step_s=10.0, stall_s=0.0, gpu_lids=())
+    assert profile_of(book).other_s == pytest.approx(4.0)
+    book.begin_updates(in_step=True, layers=book._layers)
+    assert profile_of(book).other_s == 0.0
+    book.observe_step(step_s=10.0, stall_s=0.0, gpu_lids=(), middle_s=3.0)
+    assert (profile_of(book).other_s, profile_of(book).middle_s) == (pytest.approx(1.0), 3.0)
+
+
 def test_layers_come_by_rank_and_ranks_can_be_learned_again() -> None:
     book = book_of(1, 1, 1)
     book.observe_trainer(forward_s={10: 1.0}, backward_s={10: 1.0})

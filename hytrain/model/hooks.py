@@ -345,7 +345,8 @@ def attach(
     """Register all hooks. Returns a function that removes them, which does not keep the model."""
     reads = engine.reads
     compiler = sys.modules.get("torch._dynamo")
-    if compiler is not None and compiler.convert_frame.input_codes.seen:  # on a GPU, reset() imports Inductor: seconds
+    codes = getattr(getattr(compiler, "convert_frame", None), "input_codes", None)
+    if compiler is not None and (codes is None or codes.seen):  # on a GPU, reset() imports Inductor: seconds
         torch.compiler.reset()  # code compiled before would call only the hooks of that time
     hooks: list[_Hook[Any]] = []
     handles: list[RemovableHandle] = []

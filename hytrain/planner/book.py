@@ -205,6 +205,7 @@ class MeasurementBook:
     def begin_updates(self, *, in_step: bool, layers: Iterable[LayerFacts]) -> None:
         """Updates begin in `step()` from now on, or in backward, and the same layers take other memory for that."""
         self._in_step, self._layers = in_step, tuple(layers)
+        self._busy_s, self._middle_s = Ewma(), Ewma()  # the loop's time before `step()` was in the other one
         self._facts = {layer.lid: asdict(layer) for layer in self._layers}
 
     def calibrate(self, **rates_s: float | None) -> None:

@@ -447,6 +447,6 @@ def choose_sums(
     if place == "auto":
         room = gpu_room()
         place = "device" if room is None or needed <= room.free else "host"
-        free = "enough" if room is None else gib(room.free)
+        free = "enough" if room is None else gib(max(room.free, 0))
         _log.info("sums of gradients take %s on the %s; free on the device: %s", gib(needed), place, free)
     return DeviceSums() if place == "device" else HostSums(transfers)

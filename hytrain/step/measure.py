@@ -75,8 +75,8 @@ class StepMarks:
     all-gathers. `fetched` are backward's waits for offloaded weights. `turns` are the starts of the backwards, if the
     step has several. `starved` counts the layers at the end of whose backward the device had finished all earlier work,
     so that it waited for launches. (In forward, a stall also causes that.) If updates have waited for `step()`, `held`
-    is when they began. In a step that is drawn, `began` is the end of the step before, `left` the end of that one's
-    `step()`, and `entered` the beginning of its own.
+    is the time between the last gradient and their beginning. In a step that is drawn, `began` is the end of the step
+    before, `left` the end of that one's `step()`, and `entered` the beginning of its own.
     """
 
     step: int
@@ -93,7 +93,7 @@ class StepMarks:
     began: Mark = None
     left: Mark = None
     entered: Mark = None
-    held: Mark = None
+    held: Span | None = None
 
     def marks(self) -> Iterator[Mark]:
         """All marks: the step's own work, beginning with its first mark, then copies and all-gathers, then the end."""
@@ -105,7 +105,8 @@ class StepMarks:
         backward = [mark for _, mark in self.backward]
         copies = [mark for *_, span in self.spans for mark in span]
         others = [mark for _, span in self.gathers for mark in span] + list(self.of_fetched())
-        ends = [mark for mark in (self.began, self.left, self.entered, self.held, self.end) if mark is not None]
+        ends = [mark for mark in (self.began, self.left, self.entered, self.end) if mark is not None]
+        ends += self.held[1:] if self.held is not None else ()
         return chain(forward, self.turns, backward, copies, others, ends)
 
     def of_fetched(self) -> Iterator[Mark]:
@@ -246,7 +247,10 @@ class Meter:
         self._now.backward.clear()
 
     def backward(self, lid: int) -> None:
+        """A layer's gradients are complete, unless they were before its update began."""
         now = self._now
+        if now.held is not None:
+            return
         before = now.backward[-1][1] if now.backward else now.forward[-1][1][1] if now.forward else None
         if self._clock.runs_ahead and before is not None:
             now.starved += self._clock.passed(before)
@@ -254,7 +258,8 @@ class Meter:
 
     def begin_held(self) -> None:
         """All gradients have come before, and updates begin only now."""
-        self._now.held = self._mark_instead_of(self._now.held)
+        if self._now.backward:
+            self._now.held = self._now.backward[-1][1], self._clock.mark()
 
     def span(self, kind: str, lid: int | tuple[int, ...], step: int, span: Span) -> None:
         """Add a copy or device update of layers. The weights of `step` may come back after the next step has begun."""
@@ -284,8 +289,7 @@ class Meter:
             if marks.step >= self._trace.steps.stop:  # the last one's weights were back in this step
                 self._trace.begin(NO_STEP)
         self.middle_s = self._clock.seconds((marks.turns[0], marks.turns[-1])) if marks.turns else 0.0
-        if marks.held is not None and marks.backward:
-            self.middle_s += self._clock.seconds((marks.backward[-1][1], marks.held))
+        self.middle_s += self._clock.seconds(marks.held) if marks.held is not None else 0.0
         self.starved = marks.starved / len(marks.backward) if marks.backward else 0.0
         gathered_s = [self._clock.seconds(span) for _, span in marks.gathers]
         self.gather_s = sum(gathered_s) if gathered_s else None

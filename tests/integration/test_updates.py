@@ -587,6 +587,22 @@ def test_what_the_loop_does_before_step_hides_updates_only_in_backward(updates: 
             assert (opt._engine._meter.middle_s >= 0.05) is waits
 
 
+def test_a_layer_that_lacks_gradients_is_measured_before_its_update_begins() -> None:
+    """If the norm is asked for before `step()`, as Accelerate does, updates begin there, also those of such layers."""
+    model = perceptron()
+    model[0].register_parameter("extra", nn.Parameter(torch.zeros(4)))
+    with adamw(model, updates="step", max_grad_norm=1.0, k=0.5) as opt:
+        for number in range(3):
+            backward(model, number)
+            marked = [lid for lid, _ in opt._engine._meter._now.backward]
+            time.sleep(0.05)
+            assert opt._engine.norm_before_step() is not None
+            assert [lid for lid, _ in opt._engine._meter._now.backward] == marked
+            opt.step()
+            opt.zero_grad()
+            assert len(set(marked)) == len(marked) > 1 and opt._engine._meter.middle_s >= 0.05
+
+
 @pytest.mark.parametrize("synchronizes", [False, True])
 def test_gradients_that_stay_over_steps_stay_when_their_layers_move(synchronizes: bool) -> None:
     """With the next gradient, or as soon as somebody wants all updates to be over: who saves, or closes."""
