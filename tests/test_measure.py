@@ -321,8 +321,13 @@ def test_what_the_loop_does_before_updates_that_wait_for_step_is_the_middle(cloc
     meter.begin_held()
     end(meter, clock, 0, 18.0)
     assert meter.middle_s == 2.0
-    record(meter, clock, 20.0)
+    record(meter, clock, 20.0)  # until 35
+    clock.now_s = 34.0  # on another stream, which did not wait
+    meter.begin_held()
     end(meter, clock, 1, 36.0)
+    assert meter.middle_s == 0.0
+    record(meter, clock, 40.0)
+    end(meter, clock, 2, 56.0)
     assert meter.middle_s == 0.0
 
 

@@ -288,8 +288,9 @@ class Meter:
             self._clock.anchor()
             if marks.step >= self._trace.steps.stop:  # the last one's weights were back in this step
                 self._trace.begin(NO_STEP)
-        self.middle_s = self._clock.seconds((marks.turns[0], marks.turns[-1])) if marks.turns else 0.0
-        self.middle_s += self._clock.seconds(marks.held) if marks.held is not None else 0.0
+        in_middle = [(marks.turns[0], marks.turns[-1])] if marks.turns else []
+        in_middle += [marks.held] if marks.held is not None else []
+        self.middle_s = sum([max(self._clock.seconds(span), 0.0) for span in in_middle])  # streams may be unjoined
         self.starved = marks.starved / len(marks.backward) if marks.backward else 0.0
         gathered_s = [self._clock.seconds(span) for _, span in marks.gathers]
         self.gather_s = sum(gathered_s) if gathered_s else None
