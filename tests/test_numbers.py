@@ -292,7 +292,7 @@ QUOTED: Final[dict[str, list[Callable[[], str]]]] = {
     "README.md": [
         usual,
         partial(clipped, "with `max_grad_norm`, no step needs clipping", NEVER_CLIPPED),
-        partial(clipped, "with `max_grad_norm`, every step is clipped (no offload does not clip)", ALWAYS_CLIPPED),
+        partial(clipped, "with `max_grad_norm`, every step is clipped (the baseline does not clip)", ALWAYS_CLIPPED),
         lean,
         lambda: f"Muon {Ratios(ALONE, MUON, 'no-offload-muon')}",
         lambda: f"two H200, 7 B, against FSDP2 without offload {beside_fsdp2(2)}",
