@@ -375,6 +375,19 @@ def launches(rows: Rows) -> str:
     return table(lines, col.BATCH, col.SYSTEM, last("blocks", "label"), *speed, *host, *gpu, col.MEMORY[0])
 
 
+def compiled(rows: Rows) -> str:
+    """Steps that launches bound, eager and compiled, beside torch's own AdamW on the same model."""
+    here = rows.of_part("compiled")
+
+    def to_torch(mine: Rows) -> float | None:
+        base = here.where(system="torch-bf16", label=mine.last("label"), batch=mine.last("batch"))
+        return ratio(mine.median("step_s"), base.median("step_s"))
+
+    lines = sorted(here.by("label", "batch", "system"), key=lambda mine: (mine.last("label"), mine.last("batch")))
+    relative = computed("relative to torch-bf16", to_torch)
+    return table(lines, col.BATCH, col.SYSTEM, last("model", "label"), col.K, col.STEP, relative, col.MEMORY[0])
+
+
 def clipping(rows: Rows) -> str:
     here = rows.of_part("clipping")
     base = here.named(f"{AUTO} {NO_CLIPPING}").median("step_s")
@@ -571,14 +584,15 @@ _TABLES: Final = (
     updates,
 )
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
-    make.__name__: make for make in (*_TABLES, identical, sft, saving, experts, power, monitors, frontier, home, long)
+    make.__name__: make
+    for make in (*_TABLES, compiled, identical, sft, saving, experts, power, monitors, frontier, home, long)
 }
 
 
 def of_run(rows: Rows) -> str:
     """What one call of the suite measured, for the terminal."""
     alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
-    own_parts = (launches, sft, saving, experts, power, monitors, home, long)
+    own_parts = (launches, compiled, sft, saving, experts, power, monitors, home, long)
     apart = {**{make: (make.__name__,) for make in own_parts}, frontier: FRONTIERS}
     others = Rows(row for row in alone if not any(row["part"] in parts for parts in apart.values()))
     own = ((make, alone.where(part=parts)) for make, parts in apart.items())
