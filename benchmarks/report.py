@@ -376,7 +376,7 @@ def launches(rows: Rows) -> str:
 
 
 def compiled(rows: Rows) -> str:
-    """Steps that launches bound, eager and compiled, beside torch's own AdamW on the same model."""
+    """Steps so short that launches are what takes time, eager and compiled, beside torch's own AdamW."""
     here = rows.of_part("compiled")
 
     def to_torch(mine: Rows) -> float | None:
