@@ -369,7 +369,8 @@ PAGES: Final = (
 #: Numbers that nobody has measured: sizes of models and GPUs, versions, and, by page, what follows from bytes.
 SIZES: Final = r"[\d.]+ [BM]\b|(?:24|32|80) GB|(?:Python|torch|Version|License) \d+\.\d+"
 GIVEN: Final[dict[str, str]] = {
-    "README.md": r"100 % its GPU|limited to 15\.5 GiB|1[42] GB (?:per|more)|(?:96|64) GB (?:of host|it trains)|24 GiB",
+    "README.md": r"100 % its GPU memory|limited to 15\.5 GiB|14 GB per|12 GB more|24 GiB|"
+    r"96 GB of host|64 GB it trains",
     "docs/architecture.md": r"scale (?:is|were) 1\.0|6 % of its memory|Linux 6\.1|within 1 %|(?:below 0\.3|above 1) %",
     "docs/benchmarks.md": r"k = 0\.\d+|at 1\.0|24 or 12 GB|64 GB in|58 or 27 GB|within 10 %|up to 1 %|164 GB per",
     "docs/memory.md": r"(?:6|14 to 25|margin of 2|: 2) %|= (?:3\.7|1\.9)e-9|8\.6 GB|of 141 GB|2\.1 and 4\.2 GB",

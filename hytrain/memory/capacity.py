@@ -95,8 +95,8 @@ class GpuMemory:
             usable, cap = self._limits()
             self._usable = usable - self._fragments() - int(GPU_MARGIN * cap)
         self._asked += 1
-        now, peak = self._counted("allocated_bytes", "current", "peak")
-        return Room(self._usable - self._lent, max(self._needed, peak - self._lent), now - self._lent)
+        now, most = self._allocated()
+        return Room(self._usable - self._lent, most, now)
 
     def lend(self, nbytes: int) -> Tensor | None:
         """Memory for a while, shape (nbytes,), or None without twice as much that no step so far has needed.
@@ -134,9 +134,10 @@ class GpuMemory:
             return 0
         return self._counted("inactive_split_bytes", "peak")[0]
 
-    def _peak(self) -> int:
-        """The most that was allocated, without what is lent."""
-        return max(self._needed, self._counted("allocated_bytes", "peak")[0] - self._lent)
+    def _allocated(self) -> tuple[int, int]:
+        """What is allocated now, and the most so far, both without what is lent."""
+        now, most = self._counted("allocated_bytes", "current", "peak")
+        return now - self._lent, max(self._needed, most - self._lent)
 
     def _counted(self, what: str, *when: str) -> list[int]:
         """Of `torch.cuda.memory_stats`, which sorts all of its numbers each time. Each call makes them all."""
@@ -147,7 +148,7 @@ class GpuMemory:
 
     def _settle(self) -> None:
         """The lent part is about to change: note the peak so far."""
-        self._needed = self._peak()
+        _, self._needed = self._allocated()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -581,10 +580,9 @@ def test_what_the_loop_does_before_step_hides_updates_only_in_backward(updates: 
     with adamw(model, updates=updates, k=0.5) as opt:
         for number in range(3):
             backward(model, number)
-            time.sleep(0.05)
             opt.step()
             opt.zero_grad()
-            assert (opt._engine._meter.middle_s >= 0.05) is waits
+            assert (opt._engine._meter.middle_s > 0.0) is waits
 
 
 def test_a_layer_that_lacks_gradients_is_measured_before_its_update_begins() -> None:
@@ -595,12 +593,11 @@ def test_a_layer_that_lacks_gradients_is_measured_before_its_update_begins() -> 
         for number in range(3):
             backward(model, number)
             marked = [lid for lid, _ in opt._engine._meter._now.backward]
-            time.sleep(0.05)
             assert opt._engine.norm_before_step() is not None
             assert [lid for lid, _ in opt._engine._meter._now.backward] == marked
             opt.step()
             opt.zero_grad()
-            assert len(set(marked)) == len(marked) > 1 and opt._engine._meter.middle_s >= 0.05
+            assert len(set(marked)) == len(marked) > 1 and opt._engine._meter.middle_s > 0.0
 
 
 @pytest.mark.parametrize("synchronizes", [False, True])

@@ -324,7 +324,7 @@ def _link(uuid: str) -> tuple[int, ...] | None:
 def render(machine: Machine, batch: int, sequence: int) -> str:
     """What the machine trains, the machine, forecasts and advice."""
     host = _measured(machine)
-    parts = [_verdict(machine, host), "\n".join(f"{name:15} {text}" for name, text in _facts(machine))]
+    parts = [_largest(machine, host), "\n".join(f"{name:15} {text}" for name, text in _facts(machine))]
     if host is not None:
         parts.append(_forecasts(host, batch, sequence))
     if advice := list(advise(machine)):
@@ -332,7 +332,7 @@ def render(machine: Machine, batch: int, sequence: int) -> str:
     return "\n\n".join(parts)
 
 
-def _verdict(machine: Machine, host: Host | None) -> str:
+def _largest(machine: Machine, host: Host | None) -> str:
     """The largest models, in a sentence."""
     from workers.watch import forecast
 
