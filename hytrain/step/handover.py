@@ -147,9 +147,9 @@ class Handover:
             self.prepare(plan)
 
     def may_evict(self, layer: TrainedLayer) -> bool:
-        """Whether its state is on the GPU, and no plan that is under way moves it anyway."""
+        """Whether it has state on the GPU, and no plan that is under way moves it anyway."""
         leaving = () if self._move is None else self._move.leaving
-        return isinstance(layer.holds, DevicePlanes) and layer not in leaving
+        return isinstance(layer.holds, DevicePlanes) and bool(layer.holds.parts) and layer not in leaving
 
     def offer(self, layer: TrainedLayer, begin: Callable[[], None]) -> None:
         """Call `begin`, which offers its state to the allocator, unless a plan moves it."""

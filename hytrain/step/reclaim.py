@@ -70,13 +70,12 @@ class Reclaiming:
         arena, planes = self._handover.arenas.kept(layer), layer.holds
         if arena is None or not isinstance(planes, DevicePlanes):
             return
+
+        def begin() -> None:
+            offer, layer.offer = self._of(layer, planes, arena), self
+            offer.begin(self._device.positions[layer.lid])
+
         with self._lock:
-            offer = self._of(layer, planes, arena)
-
-            def begin() -> None:
-                layer.offer = self
-                offer.begin(self._device.positions[layer.lid])
-
             self._handover.offer(layer, begin)
 
     def _of(self, layer: TrainedLayer, planes: DevicePlanes, arena: ArenaPlanes) -> Offer:

@@ -105,6 +105,20 @@ def test_evictions_beside_all_placements_leave_the_bits(
         assert differing(state(opt) | weights(model), wanted) == []
 
 
+def test_updates_without_state_have_nothing_to_offer(budget: Budget) -> None:
+    """SGD without momentum on float32 weights: memory is ready, and nothing leaves."""
+    found = []
+    for evicts in (False, True):
+        model = gpt2()
+        with opened(hytrain.SGD, model, lr=LR, k=1.0) as opt:
+            make_ready(opt)
+            with at_every_turn(model, pressing(budget, 0.2 if evicts else 0.0)):
+                train(model, opt, range(STEPS))
+            assert evicted_bytes(opt) == 0
+            found.append(weights(model))
+    assert differing(*found) == []
+
+
 @pytest.mark.parametrize("many", [False, True])
 def test_evictions_between_backwards_that_sum_leave_the_bits(many: bool, budget: Budget) -> None:
     found = []
