@@ -286,7 +286,7 @@ def bits(planes: Planes) -> dict[str, Any]:
      ("lone", "bfloat16"), ("bfloat16", "float8")],
 )  # fmt: skip
 def test_segments_of_one_launch_have_the_bits_of_launches_of_their_own(dtype: str, moments: str, offset: int) -> None:
-    """Also if gradients or weights are elsewhere in the next step, and if an update is skipped by its verdict."""
+    """Gradients come in six places, weights move, one update is on another stream, and one skipped by its verdict."""
     from hytrain.kernels import gpu
 
     generator = torch.Generator().manual_seed(3)
@@ -294,22 +294,24 @@ def test_segments_of_one_launch_have_the_bits_of_launches_of_their_own(dtype: st
     each = [of(torch.randn(numel, generator=generator), dtype, moments) for numel in numels]
     together, alone = ([planes.map(lambda plane: shifted(plane, offset)) for planes in each] for _ in range(2))
     elements = [elements_from(100 * i, numel, KEY + i) for i, numel in enumerate(numels)]
-    launch = gpu.Launch(
-        [planes.weights for planes in together],
-        [planes.remainder for planes in together],
-        [(planes.exp_avg, planes.exp_avg_sq) for planes in together],
-        elements,
-    )
-    kept = list[list[Tensor]]()
-    for step, factor in enumerate([0.5, -1.0, 1.0, None, 1.0], 1):
-        grads = [some_grads(numel, generator).to(planes.weights.dtype).cuda() for numel, planes in zip(numels, each)]
-        kept.append(grads)  # so that those of the next step are elsewhere
-        if step == 4:
+    launch = launch_of(together, elements)
+    like = [planes.weights for planes in together]
+    places = [[torch.empty_like(weights) for weights in like] for _ in range(6)]
+    other = torch.cuda.Stream()
+    verdicts = {1: 0.5, 2: -1.0, 4: None}
+    for step, place in enumerate([0, 1, 0, 1, 1, 0, 2, 3, 4, 5, 0, 1], 1):
+        for mine in places[place]:
+            mine.copy_(some_grads(mine.numel(), generator))
+        if step == 5:
             for planes in together:
                 planes.weights.data = planes.weights.clone()
+        factor = verdicts.get(step, 1.0)
         verdict = None if factor is None else torch.tensor(factor, device="cuda")
-        launch.update(grads, scalars(HYPER, step), verdict)
-        for planes, mine, of_parameter in zip(alone, grads, elements, strict=True):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other if step == 6 else torch.cuda.current_stream()):
+            launch.update(places[place], scalars(HYPER, step), verdict)
+        torch.cuda.synchronize()
+        for planes, mine, of_parameter in zip(alone, places[place], elements, strict=True):
             gpu.update(
                 **planes.arguments(),
                 grads=mine,
@@ -321,13 +323,39 @@ def test_segments_of_one_launch_have_the_bits_of_launches_of_their_own(dtype: st
             assert bits(planes) == bits(expected)
 
 
-@pytest.mark.gpu
-def test_gradients_of_one_launch_have_the_weights_lengths() -> None:
+def launch_of(each: list[Planes], elements: list[Elements]) -> Any:
     from hytrain.kernels import gpu
 
-    planes = of(torch.randn(64), "bfloat16", "float32").map(Tensor.cuda)
-    launch = gpu.Launch(
-        [planes.weights], [planes.remainder], [(planes.exp_avg, planes.exp_avg_sq)], [elements_from(0, 64, KEY)]
+    return gpu.Launch(
+        [planes.weights for planes in each],
+        [planes.remainder for planes in each],
+        [(planes.exp_avg, planes.exp_avg_sq) for planes in each],
+        elements,
     )
+
+
+@pytest.mark.gpu
+def test_gradients_that_alternate_between_two_places_have_two_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hytrain.kernels import gpu
+
+    made = list[Tensor]()
+    on_device = gpu.on_device
+
+    def noted(tensor: Tensor, device: torch.device) -> Tensor:
+        made.append(tensor)
+        return on_device(tensor, device)
+
+    monkeypatch.setattr(gpu, "on_device", noted)
+    planes = of(torch.randn(64), "bfloat16", "float32").map(Tensor.cuda)
+    launch = launch_of([planes], [elements_from(0, 64, KEY)])
+    places = [torch.zeros_like(planes.weights) for _ in range(2)]
+    for step in range(1, 9):
+        launch.update([places[step % 2]], scalars(HYPER, step))
+    assert [tensor.dtype for tensor in made].count(torch.int64) == 2
+
+
+@pytest.mark.gpu
+def test_gradients_of_one_launch_have_the_weights_lengths() -> None:
+    launch = launch_of([of(torch.randn(64), "bfloat16", "float32").map(Tensor.cuda)], [elements_from(0, 64, KEY)])
     with pytest.raises(ValueError, match="of one length"):
         launch.update([torch.zeros(63, dtype=torch.bfloat16, device="cuda")], scalars(HYPER, 1))

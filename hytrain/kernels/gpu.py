@@ -42,6 +42,7 @@ _MASK = 0xFFFFFFFF
 _COLUMNS: Final = 3 + MOST_MOMENTS + 6
 _DTYPES_OF_ROWS: Final = ("WEIGHTS", "GRADS", "REMAINDER", "MOMENTS")
 _OF_ROWS: Final = len(_DTYPES_OF_ROWS) + 2  # constants that only the kernel of rows has
+TABLES: Final = 4  # kept by a launch: torch's allocator may give gradients the same places in every second step only
 ALIGNMENT = 16  # bytes; for multiples of it, Triton compiles a separate kernel with wider loads
 _compiled: dict[tuple[object, ...], Any] = {}
 
@@ -91,8 +92,8 @@ class Launch:
     """Updates of several segments in one launch. Their planes have the same dtypes, and all of them the same `fuses`.
 
     The kernel finds planes and elements in a table on the device: a row for each segment. State stays where it is; if
-    weights and gradients are where they were in the last update, so is the table. `row_of_program` says which segment
-    each program of the launch updates.
+    weights and gradients are where they were in one of the last updates, its table serves again. `row_of_program` says
+    which segment each program of the launch updates.
     """
 
     def __init__(
@@ -119,9 +120,9 @@ class Launch:
         ]
         self._rows = torch.repeat_interleave(torch.tensor(programs, device="cpu")).to(torch.int32)
         self._rounds = self._lone or bool(moments[0]) and moments[0][0].dtype != torch.float32
-        self._known: tuple[object, ...] = (None,)
-        self._table = self._row_of_program = torch.empty(0, device=self._device)
-        self._aligned = False
+        self._row_of_program: dict[int, Tensor] = {}  # by stream, since another one may not wait for its copy
+        self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}  # by what they are for; are all aligned?
+        self._kernels: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}  # and their last arguments
 
     def _rests(self) -> list[Tensor]:
         """What stands for the remainder: weights that are their own masters."""
@@ -129,48 +130,53 @@ class Launch:
 
     def update(self, grads: Sequence[Tensor], scalars: Scalars, verdict: Tensor | None = None) -> None:
         """Update all segments in place, on their device's current stream. `grads` has each one's, as for `update`."""
-        kernel, first, given = scalars.kernel, self._weights[0], self._moments[0]
-        stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        kernel, stream = scalars.kernel, torch._C._cuda_getCurrentRawStream(self._device.index)
         at = addresses((*self._weights, *grads))
         known = stream, scalars.step if self._rounds else 0, kernel, *at
-        if known != self._known:
+        if (found := self._tables.get(known)) is None:
             for weights, mine, rest, moments in zip(self._weights, grads, self._remainders, self._moments, strict=True):
                 _check(weights, mine, rest, moments, kernel)
-            if known[0] != self._known[0]:  # another stream: it may not wait for the one that has copied the table
-                self._row_of_program = on_device(self._rows, self._device)
-            self._lay_out(at, scalars.step)
-            self._known = known
+            if len(self._tables) == TABLES:
+                del self._tables[next(iter(self._tables))]
+            found = self._tables[known] = self._lay_out(at, scalars.step)
+            if stream not in self._row_of_program:
+                self._row_of_program[stream] = on_device(self._rows, self._device)
         else:
             assert all([mine.shape == own.shape for mine, own in zip(grads, self._weights, strict=True)])
-        judged, judge = verdict is not None, self._table if verdict is None else verdict
+        table, is_aligned = found
+        judge, kind = table if verdict is None else verdict, (kernel, verdict is not None, grads[0].dtype, is_aligned)
+        arguments = (table, self._row_of_program[stream], *_all_scalars(scalars), judge)
+        with torch.cuda.device(self._device):
+            if (compiled := self._kernels.get(kind)) is None:
+                self._kernels[kind] = self._launch_first(kind, grads[0], arguments)
+            else:
+                compiled[0](*arguments, *compiled[1], stream=stream)
+
+    def _launch_first(self, kind: tuple[object, ...], mine: Tensor, arguments: Any) -> tuple[Any, tuple[object, ...]]:
+        """Launch the kernel of this kind, compiled if no other launch had it. Returns it, with its last arguments."""
+        rule, judged, _, is_aligned = kind
+        first, given, rest = self._weights[0], self._moments[0], self._rests()[0]
         constants = {
-            "RULE": kernel,
+            "RULE": rule,
             "JUDGED": judged,
             "LONE": self._lone,
             "FUSES": self._elements[0].fuses,
             "BLOCK": BLOCK,
         }
-        kind = (
-            self._device,
-            *constants.values(),
-            first.dtype,
-            grads[0].dtype,
-            given[0].dtype if given else None,
-            self._aligned,
-        )
-        arguments = (self._table, self._row_of_program, *_all_scalars(scalars), judge)
-        with torch.cuda.device(self._device):
-            if (compiled := _compiled.get(kind)) is not None:
-                compiled[self._grid, 1, 1](*arguments, *constants.values(), *(None,) * _OF_ROWS)
-                return
-            rest = self._rests()[0]
-            elements = map(_element, (first, grads[0], rest, (*given, rest)[0]))
+        last = (*constants.values(), *(None,) * _OF_ROWS)
+        which = (self._device, *last, first.dtype, mine.dtype, given[0].dtype if given else None, is_aligned)
+        if (compiled := _compiled.get(which)) is not None:
+            compiled[self._grid, 1, 1](*arguments, *last)
+        else:
+            elements = map(_element, (first, mine, rest, (*given, rest)[0]))
             constants |= dict(zip(_DTYPES_OF_ROWS, elements, strict=True))
-            constants |= {"ALIGNED": self._aligned, "COLUMNS": _COLUMNS}
-            _compiled[kind] = _kernels().update_rows_kernel[(self._grid,)](*arguments, **constants, **OPTIONS)
+            constants |= {"ALIGNED": is_aligned, "COLUMNS": _COLUMNS}
+            compiled = _kernels().update_rows_kernel[(self._grid,)](*arguments, **constants, **OPTIONS)
+            _compiled[which] = compiled
+        return compiled[self._grid, 1, 1], last
 
-    def _lay_out(self, at: Sequence[int], step: int) -> None:
-        """A new table, since launches may still read the last one."""
+    def _lay_out(self, at: Sequence[int], step: int) -> tuple[Tensor, bool]:
+        """A new table, since launches may still read the others."""
         count = len(self._fixed)
         rows = [
             (own, mine, *state, numel, in_vectors, first, *(seeds(of.key, step) if self._rounds else (0, 0)), begin)
@@ -178,8 +184,8 @@ class Launch:
                 self._fixed, self._elements, at[:count], at[count:], strict=True
             )
         ]
-        self._table = on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._device)
-        self._aligned = all(plane % ALIGNMENT == 0 for row in rows for plane in row[: 3 + MOST_MOMENTS])
+        is_aligned = all(plane % ALIGNMENT == 0 for row in rows for plane in row[: 3 + MOST_MOMENTS])
+        return on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._device), is_aligned
 
 
 def _kernels() -> Any:

@@ -312,15 +312,11 @@ class Meter:
 
     def _intervals(self, marks: StepMarks) -> list[Interval]:
         """The intervals between marks. A stall at a module's entry is attributed to the module's first layer."""
-        first, known = next(marks.marks(), None), dict[int, float]()
-
-        def at_s(mark: Mark) -> float:
-            if (found := known.get(id(mark))) is None:
-                found = known[id(mark)] = self._clock.seconds((first, mark))
-            return found
+        seconds, first = self._clock.seconds, next(marks.marks(), None)
+        at_s = {id(mark): seconds((first, mark)) for mark in marks.marks()}
 
         def interval(kind: str, lids: tuple[int, ...], began: Mark, ended: Mark, step: int = marks.step) -> Interval:
-            return Interval(kind, lids, step, at_s(began), at_s(ended))
+            return Interval(kind, lids, step, at_s[id(began)], at_s[id(ended)])
 
         found: list[Interval] = []
         noticed: list[Interval] = []  # while the thread waited, in the forward of whichever module was under way
@@ -350,7 +346,7 @@ class Meter:
             if waited_for is not None:
                 waits[index] = _within(waits[index], interval("stall_s", (lid,), *waited_for.on_its_stream))
         if marks.turns:
-            began_s = self._clock.seconds((first, marks.turns[-1]))
+            began_s = at_s[id(marks.turns[-1])]
             waits = [wait for wait in waits if wait.began_s >= began_s]
         coming = deque(sorted(waits, key=_BEGAN))
         for (before, mark), (lid, ended) in pairwise(marks.backward):
@@ -366,16 +362,17 @@ class Meter:
     def _times(self, intervals: list[Interval]) -> tuple[LayerTimes, ...]:
         """Times by layer. A module's time is divided among its layers in proportion to their size."""
         times: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        shared = [interval for interval in intervals if interval.kind not in ("gather_s", "exposed_s", "visit_s")]
-        for interval in [*shared, *_visits(intervals)]:
-            kind, lids, duration_s = interval.kind, interval.lids, interval.duration_s
-            total = self._numels[lids[0]] if len(lids) == 1 else sum([self._numels[lid] for lid in lids])
-            for lid in lids:
-                times[lid][kind] += duration_s * self._numels[lid] / total
-        self.stall_s, self.exposed_s = (
-            sum(interval.duration_s for interval in intervals if interval.kind == kind)
-            for kind in ("stall_s", "exposed_s")
-        )
+        waits = {"stall_s": 0.0, "exposed_s": 0.0}
+        others = [one for one in intervals if one.kind != "visit_s"]
+        for kind, lids, _, began_s, ended_s in [*others, *_visits(intervals)]:
+            duration_s = max(ended_s - began_s, 0.0)
+            if kind in waits:
+                waits[kind] += duration_s
+            if kind not in ("gather_s", "exposed_s"):
+                total = self._numels[lids[0]] if len(lids) == 1 else sum([self._numels[lid] for lid in lids])
+                for lid in lids:
+                    times[lid][kind] += duration_s * self._numels[lid] / total
+        self.stall_s, self.exposed_s = waits.values()
         return tuple(LayerTimes(lid=lid, **fields) for lid, fields in sorted(times.items()))
 
     def _rest(self, marks: StepMarks, drawn: list[Interval]) -> list[Interval]:
@@ -454,6 +451,8 @@ def _without(whole: Interval, holes: Iterable[Interval]) -> list[Interval]:
         if began_s < hole.began_s:
             parts.append(whole._replace(began_s=began_s, ended_s=hole.began_s))
         began_s = max(began_s, hole.ended_s)
+    if began_s == whole.began_s <= whole.ended_s:
+        return [whole]
     return [*parts, whole._replace(began_s=min(began_s, whole.ended_s))]
 
 
