@@ -41,13 +41,16 @@ def answer(library: Path) -> int:
     return int(ctypes.CDLL(str(library)).answer())
 
 
-def test_build_is_found_again(source: Path, environ: dict[str, str]) -> None:
+def test_build_is_found_again(source: Path, environ: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    """And only who waits for the compiler is told so, also where nobody has asked for logs."""
     library = build(source, environ)
     assert answer(library) == 42
+    assert [record.levelname for record in caplog.records if "compiling tiny.cpp" in record.message] == ["WARNING"]
     built = library.stat()
     assert build(source, environ) == library
     assert (library.stat().st_ino, library.stat().st_mtime_ns) == (built.st_ino, built.st_mtime_ns)
     assert list(library.parent.iterdir()) == [library]  # no temporary file stays
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("change", ["source", "flags", "cpu", "compiler"])
@@ -164,7 +167,8 @@ def test_what_may_not_be_loaded_is_built_anew(
     assert build(source, environ) == library and answer(library) == 42
     assert library.read_bytes() == whole and library.stat().st_mode & 0o777 == 0o700
     expected = "writable by everybody" if damage is give_away else "damaged"
-    assert caplog.messages == [f"built anew: {library} is {expected}"]
+    compiling = "compiling tiny.cpp for this CPU: only the first start on a machine waits for it"
+    assert caplog.messages == [compiling, f"built anew: {library} is {expected}", compiling]
 
 
 def test_a_cache_that_others_can_write_is_not_used(

@@ -220,6 +220,7 @@ def _compile(compiler: tuple[str, ...], flags: tuple[str, ...], source: Path, li
     except OSError as error:
         raise _no_cache(library.parent, error) from error
     os.close(descriptor)
+    _log.warning("compiling %s for this CPU: only the first start on a machine waits for it", source.name)
     try:
         command = [*compiler, *flags, str(source), "-o", temporary]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
