@@ -27,7 +27,7 @@ import hypothesis
 import psutil
 import pytest
 from cpu_seconds import CpuSeconds
-from forks import Server
+from forks import Forked, Server
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE_S = 60.0  # for processes that are still on their way out when the test returns
@@ -53,18 +53,17 @@ def pytest_configure(config: pytest.Config) -> None:
     # A test's first plan does not depend on the tests before it.
     os.environ["HYTRAIN_PLAN_CACHE"] = ""
     config.pluginmanager.register(CpuSeconds())
-    if not hasattr(config, "workerinput"):  # before there are several processes, which would all build them
-        build_kernels()
+    if not hasattr(config, "workerinput"):  # before there are several processes, which would all build it
+        build_kernel()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited from a shell that runs this in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def build_kernels() -> None:
+def build_kernel() -> None:
     from hytrain.kernels.build import build
 
     with contextlib.suppress(Exception):  # the tests say what is wrong
-        for source in (ROOT / "hytrain/kernels").glob("*.cpp"):
-            build(source)
+        build(ROOT / "hytrain/kernels/update.cpp")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -105,6 +104,18 @@ def forks() -> Iterator[None]:
     server = Server()
     yield
     server.close()
+
+
+@pytest.fixture(scope="session")
+def forked_workers(forks: None) -> Iterator[None]:
+    """The launchers and CPU trainers of optimizers in this process are forks, too."""
+    from examples.studies.cotraining import partner  # here, since they import torch
+    from hytrain.run import cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cluster, "Popen", Forked)
+        patch.setattr(partner, "Popen", Forked)
+        yield
 
 
 def has_cuda() -> bool:

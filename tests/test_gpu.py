@@ -21,7 +21,7 @@ from hytrain.state.tensor_file import PIECE_BYTES
 from hytrain.step import activations
 from hytrain.tensors import address
 
-pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
+pytestmark = [pytest.mark.gpu, pytest.mark.spawns, pytest.mark.usefixtures("forked_workers")]
 
 STEPS = 30
 OFFLOADED = {"offload_activations": True}

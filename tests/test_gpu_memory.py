@@ -15,7 +15,7 @@ from torch import nn
 import hytrain
 from hytrain.memory.planes import DevicePlanes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
+pytestmark = [pytest.mark.gpu, pytest.mark.spawns, pytest.mark.usefixtures("forked_workers")]
 __all__ = ["deterministic"]  # a fixture that all tests here use
 
 STEPS = 20

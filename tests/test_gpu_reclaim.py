@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hytrain
 
-pytestmark = [pytest.mark.gpu, pytest.mark.spawns]
+pytestmark = [pytest.mark.gpu, pytest.mark.spawns, pytest.mark.usefixtures("forked_workers")]
 __all__ = ["deterministic", "uncapped"]  # fixtures that all tests here use
 
 STEPS = 12

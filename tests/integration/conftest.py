@@ -18,10 +18,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from forks import Forked
 from ranks import RankGroup
 
-from examples.studies.cotraining import partner
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
 from hytrain.run import cluster as clusters
 from hytrain.run.cluster import PrivateCluster
@@ -181,12 +179,8 @@ class Guest:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def forked_workers(forks: None) -> Iterator[None]:
-    """The launchers and CPU trainers of optimizers in this process are forks, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clusters, "Popen", Forked)
-        patch.setattr(partner, "Popen", Forked)
-        yield
+def all_forked(forked_workers: None) -> None:
+    """Every test here has them."""
 
 
 @pytest.fixture(scope="session")
