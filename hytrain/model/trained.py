@@ -246,10 +246,15 @@ class TrainedParameter:
         self.count += 1
 
 
+def gradients(parameters: Iterable[TrainedParameter]) -> list[tuple[TrainedParameter, Tensor | None]]:
+    """What is in each one's `p.grad`."""
+    return [(known, tensor.grad) for known, tensor in _there(parameters).items()]
+
+
 def with_gradients(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
     """Those whose `p.grad` has a gradient that no update has consumed."""
-    there = _there(parameters).items()
-    return [known for known, tensor in there if (grad := tensor.grad) is not None and grad is not known.consumed]
+    there = gradients(parameters)
+    return [known for known, gradient in there if gradient is not None and gradient is not known.consumed]
 
 
 def first_consumed(parameters: Iterable[TrainedParameter]) -> TrainedParameter | None:
@@ -472,12 +477,12 @@ class Gate:
         self.parameters += [segment.owner for segment in layer.segments]
 
     def watch(self) -> None:
-        for known in self.parameters:
-            known.parameter.__class__ = known._watched
+        for known, tensor in _there(self.parameters).items():
+            tensor.__class__ = known._watched
 
     def unwatch(self) -> None:
-        for known in self.parameters:
-            known.parameter.__class__ = known._plain
+        for known, tensor in _there(self.parameters).items():
+            tensor.__class__ = known._plain
 
     def note_entered(self, *, before: int) -> None:
         """Its module is called before this backward. If that is not the first time, gradients may come in parts."""

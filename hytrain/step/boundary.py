@@ -18,7 +18,7 @@ from hytrain.statistics import Statistics
 from hytrain.step.common import Common
 from hytrain.step.handover import Handover
 from protocol.messages import Plan, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
-from protocol.placement import GPU, Places
+from protocol.placement import GPU, Placement, Places
 from protocol.sizes import is_on_gpu
 
 _log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Boundary:
         self._verdicts, self._activations = common.verdicts, common.activations
         self._accumulation, self._parameters = common.accumulation, common.parameters
         self._numels = [layer.spec.numel for layer in common.layers]
+        self._placements, self._placed = list[Placement](), Places(())
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
         self._is_compared = False
@@ -77,7 +78,7 @@ class Boundary:
         self.rejoin(step)
         has_drawn = self._meter.draws
         times = self._meter.end_step(step, number)  # first: it also sets the meter's numbers below
-        now_s, places, room = time.monotonic(), Places.of(layer.placement for layer in self._layers), self._gpu_room()
+        now_s, places, room = time.monotonic(), self._places(), self._gpu_room()
         to_device_bytes, to_host_bytes = self._traffic.take()
         self.statistics = Statistics(
             step=number,
@@ -139,6 +140,13 @@ class Boundary:
                 "What HyTrain can save here is GPU memory, up to %s",
                 *map(gib, (room.needed + more, room.usable, more)),
             )
+
+    def _places(self) -> Places:
+        """All layers' placements, which seldom change from step to step."""
+        placements = [layer.placement for layer in self._layers]
+        if placements != self._placements:
+            self._placements, self._placed = placements, Places.of(placements)
+        return self._placed
 
     def _where(self, places: Places) -> dict[str, Any]:
         """What statistics say of placements."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hytrain.errors import UsageError
 from hytrain.kernels.backend import Backend
-from hytrain.model.trained import with_gradients
+from hytrain.model.trained import gradients, with_gradients
 from hytrain.model.watched import unwatched
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
@@ -168,7 +168,7 @@ class Commit:
                 'step(), when its update had begun: pass updates="step"'
             )
         with unwatched():
-            found = [(known, known.parameter.grad) for known in self._parameters]
+            found = gradients(self._parameters)
         for parameter, gradient in found:
             if gradient is parameter.consumed:
                 if life.state is State.IDLE:

@@ -24,7 +24,7 @@ class LateReads:
     def __init__(self, common: Common) -> None:
         self._transfers, self._health, self._verdicts = common.transfers, common.health, common.verdicts
         self._timing = common.accumulation.timing
-        self._layers = common.layers
+        self._layers = [(layer, sum(weights.nbytes for weights in layer.weights)) for layer in common.layers]
         self._has_room = False
         self._kept: dict[int, dict[int, Tensor]] = {}
         for known in common.parameters:
@@ -35,8 +35,7 @@ class LateReads:
 
         At the end of backward it also has the gradients that are kept: no more than steps have needed elsewhere.
         """
-        owned = [layer for layer in self._layers if layer.life.placement.updates == "gpu"]
-        nbytes = sum(weights.nbytes for layer in owned for weights in layer.weights)
+        nbytes = sum([nbytes for layer, nbytes in self._layers if layer.life.placement.updates == "gpu"])
         self._has_room = room is None or room.now + nbytes <= room.needed
 
     def keep(self, layer: TrainedLayer, gradients: dict[int, Tensor]) -> None:

@@ -313,10 +313,10 @@ class Meter:
     def _intervals(self, marks: StepMarks) -> list[Interval]:
         """The intervals between marks. A stall at a module's entry is attributed to the module's first layer."""
         seconds, first = self._clock.seconds, next(marks.marks(), None)
-        at_s = {id(mark): seconds((first, mark)) for mark in marks.marks()}
+        at_s = {mark: seconds((first, mark)) for mark in marks.marks()}
 
         def interval(kind: str, lids: tuple[int, ...], began: Mark, ended: Mark, step: int = marks.step) -> Interval:
-            return Interval(kind, lids, step, at_s[id(began)], at_s[id(ended)])
+            return Interval(kind, lids, step, at_s[began], at_s[ended])
 
         found: list[Interval] = []
         noticed: list[Interval] = []  # while the thread waited, in the forward of whichever module was under way
@@ -346,7 +346,7 @@ class Meter:
             if waited_for is not None:
                 waits[index] = _within(waits[index], interval("stall_s", (lid,), *waited_for.on_its_stream))
         if marks.turns:
-            began_s = at_s[id(marks.turns[-1])]
+            began_s = at_s[marks.turns[-1]]
             waits = [wait for wait in waits if wait.began_s >= began_s]
         coming = deque(sorted(waits, key=_BEGAN))
         for (before, mark), (lid, ended) in pairwise(marks.backward):
