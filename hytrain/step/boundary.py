@@ -202,7 +202,10 @@ class Boundary:
         self._handover.wait()
 
     def resume(self) -> None:
-        self._handover.resume(self._plans.plan if self._plans.holds else None)
+        """Plans may come again from here on. One that holds may have come meanwhile."""
+        self._handover.resume()
+        if self._plans.holds and self._plans.plan is not None:
+            self._handover.prepare(self._plans.plan)
 
     @property
     def is_moving(self) -> bool:

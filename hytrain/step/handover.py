@@ -122,6 +122,8 @@ class Handover:
         for layer in list(move.leaving):
             layer.take_back()
         with self._lock:
+            if self._move is not move:  # somebody has parked meanwhile
+                return
             if self.is_parked:
                 self._move = None
             else:
@@ -138,13 +140,14 @@ class Handover:
         with self._lock:
             self.is_parked = True
         self.wait()
+        with self._lock:
+            if self._move is not None and not self._move.prepared:  # its thread has not been started
+                self._move = None
 
-    def resume(self, plan: Plan | None) -> None:
-        """`plan` holds, and may have come meanwhile. The step that comes next tells nothing about others."""
+    def resume(self) -> None:
+        """Plans may be prepared again. The step that comes next tells nothing about others."""
         with self._lock:
             self.is_parked, self._worked = False, True
-        if plan is not None:
-            self.prepare(plan)
 
     def may_evict(self, layer: TrainedLayer) -> bool:
         """Whether it has state on the GPU, and no plan that is under way moves it anyway."""
@@ -171,7 +174,7 @@ class Handover:
             if not self.may_evict(layer):
                 return False
             layer.life.place(VISIT)
-            layer.planes, layer.returned = arena, replace(copied, keep=())
+            layer.holds, layer.returned = arena, replace(copied, keep=())
             self._evicted = newest_plan
         return True
 
@@ -318,7 +321,7 @@ class Handover:
         self._stays(layer, "no GPU memory for its weights")
         moving, layer.moving = layer.moving, None
         assert moving is not None and moving.arrival is not None, "started with the last update, or before"
-        self._transfers.land(moving.arrival)  # whoever gets its memory next comes after that
+        moving.arrival.synchronize()  # whoever gets its memory next, on whichever stream, comes after that
         if not layer.life.placement.visits:
             move.unpinned.append(layer.arena)
             move.copies.append((layer.arena, moving.arrival))
@@ -385,10 +388,10 @@ class Handover:
             layer.came = step
             self._link.post("optimizer", GiveUp(plan_id=plan.plan_id, lid=layer.lid, step=step), after=after)
         layer.source = None
-        if now.visits and after is not None:
+        if after is not None:
             layer.returned = replace(after, keep=())  # its sources are kept by `_Move.copies`
-        elif after is not None:
-            self._transfers.land(after)
+            if not now.visits:
+                self._transfers.land(after)  # for who reads it now; other streams wait before they update it
 
     def _run(self, task: Callable[[], None]) -> None:
         """Run a task on its own thread, after the previous one. Its error stops training. The caller holds the lock."""

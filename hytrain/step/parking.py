@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from hytrain.errors import CapacityError
-from hytrain.memory.planes import ArenaPlanes, state_copies
+from hytrain.memory.planes import ArenaPlanes, DevicePlanes, state_copies
 from hytrain.memory.transfer import Copy
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.model.watched import unwatched
@@ -46,8 +46,8 @@ class Parking:
         if life.state is State.PARKED_WEIGHTS:
             return
         self._import_written()
-        self._boundary.park(life.step)
         try:
+            self._boundary.park(life.step)
             self._park(weights=weights)
         except BaseException:
             self._boundary.resume()
@@ -59,11 +59,17 @@ class Parking:
     def _park(self, *, weights: bool) -> None:
         for layer in self._layers:
             layer.take_back()  # or torch's allocator could use the memory that it leaves to
-        leaving = [layer for layer in self._layers if self._handover.may_evict(layer)]
+        leaving = [layer for layer in self._layers if isinstance(layer.holds, DevicePlanes)]
+        arenas = dict[TrainedLayer, ArenaPlanes]()
         try:
-            arenas = {layer: self._handover.arenas.own(layer) for layer in leaving}
-        except (CapacityError, OSError) as error:
-            raise CapacityError(f"opt.park() cannot take state from the GPU: {error}") from None
+            for layer in leaving:
+                arenas[layer] = self._handover.arenas.own(layer)
+        except BaseException as error:
+            for layer, arena in arenas.items():
+                self._handover.arenas.keep(layer, arena)
+            if isinstance(error, CapacityError | OSError):
+                raise CapacityError(f"opt.park() cannot take state from the GPU: {error}") from None
+            raise
         with self._health.undivided("opt.park()"):
             self._transfers.drain()
             self._offload.free_all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import adamw, differing, state, train, train_until, wait_for, wait_for_coordinator, weights
+from helpers import adamw, differing, opened, state, train, train_until, wait_for, wait_for_coordinator, weights
 from small_models import llama, perceptron, square_loss
 from torch import nn
 from variants import every_second
@@ -25,7 +26,7 @@ from hytrain.model.trained import TrainedLayer
 from hytrain.step import arenas, offload, parking
 from hytrain.step.arenas import Arenas
 from hytrain.step.life import State
-from protocol.placement import GPU, VISIT, Places
+from protocol.placement import CPU, GPU, VISIT, Places
 
 STEPS = 12
 
@@ -177,16 +178,79 @@ def test_a_view_keeps_a_parameter_where_it_is() -> None:
         opt.resume()
 
 
-def test_without_host_memory_nothing_is_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("enough_for", [0, 2])
+def test_without_host_memory_nothing_is_parked(enough_for: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was made until then is kept for the next time."""
     model = perceptron()
     with adamw(model, k=1.0) as opt:
         train(model, opt, [0], square_loss)
+        layers, kept = opt._session.layers, opt._engine._handover.arenas.kept
         with monkeypatch.context() as patch:
-            patch.setattr(arenas, "available_bytes", lambda: 0)
+            available = itertools.chain([1 << 40] * enough_for, itertools.repeat(0))
+            patch.setattr(arenas, "available_bytes", lambda: next(available))
             with pytest.raises(CapacityError, match=r"opt\.park\(\) cannot take state from the GPU: it takes"):
                 opt.park()
-        assert all(isinstance(layer.planes, DevicePlanes) for layer in opt._session.layers)
+        assert all(isinstance(layer.planes, DevicePlanes) for layer in layers)
+        assert sum(kept(layer) is not None for layer in layers) == enough_for
         train(model, opt, [1], square_loss)
+
+
+@pytest.mark.parametrize("k", [0.5, 1.0])
+def test_weights_of_updates_without_state_leave_and_come_back(k: float) -> None:
+    """SGD without momentum on float32 weights."""
+    theirs, ours = perceptron(), perceptron()
+    train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.1), range(6), square_loss)
+    with opened(hytrain.SGD, ours, lr=0.1, k=k) as opt:
+        for step in range(6):
+            train(ours, opt, [step], square_loss)
+            with opt.parked(weights=True):
+                assert at_home(opt) == []
+        assert differing(weights(ours), weights(theirs)) == []
+
+
+def test_parking_comes_between_a_plan_and_its_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's thread has not been started yet: all state leaves, and what comes later of the plan begins nothing."""
+    model = perceptron()
+    with adamw(model, k=1.0) as opt:
+        train(model, opt, range(2), square_loss)
+        handover, plan = opt._engine._handover, opt._engine._boundary._plans.plan
+        assert plan is not None
+        next_plan = replace(plan, plan_id=plan.plan_id + 1, places=Places.of([CPU] * len(plan.places)))
+        seen = list[bool]()
+
+        def take_back(layer: TrainedLayer) -> None:
+            if not seen:
+                seen.append(True)
+                handover.park()
+                seen.append(all(map(handover.may_evict, opt._session.layers)))
+                handover.resume()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TrainedLayer, "take_back", take_back)
+            handover.prepare(next_plan)
+        assert seen == [True, True] and handover._move is None and handover._thread is None
+        train(model, opt, range(2, 4), square_loss)
+
+
+def test_a_plan_that_comes_while_it_resumes_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = perceptron()
+    with adamw(model, k=1.0) as opt:
+        train(model, opt, range(2), square_loss)
+        boundary, handover = opt._engine._boundary, opt._engine._handover
+        plan, resume, asked = boundary._plans.plan, handover.resume, list[Any]()
+        opt.park()
+
+        def late(*given: Any) -> None:
+            boundary._plans.holds = True
+            handover.prepare(plan)  # as the link's thread does: it is still parked
+            resume(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(handover, "resume", late)
+            prepare = handover.prepare
+            patch.setattr(handover, "prepare", lambda plan: asked.append((plan, handover.is_parked)) or prepare(plan))
+            opt.resume()
+        assert asked == [(plan, True), (plan, False)]
 
 
 def test_without_gpu_memory_it_stays_parked(monkeypatch: pytest.MonkeyPatch) -> None:
