@@ -94,6 +94,9 @@ class HostTransfers:
 
     pin = unpin = join = land = keep_for = drain = release = _nothing
 
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return nullcontext()
+
     def gradients_out(self, copies: Sequence[Copy]) -> Transfer:
         self.traffic.to_host(copies)
         began = self.clock.mark()
@@ -218,6 +221,10 @@ class CudaTransfers:
         for first, _ in cut(start, nbytes):
             if self._pinned.pop(first, None) is not None:
                 torch.cuda.cudart().cudaHostUnregister(first)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """A context in which this stream is the current one."""
+        return torch.cuda.stream(stream)
 
     def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
         """Make the current stream wait for `streams`, and keep the tensors that they have `made` alive for it."""

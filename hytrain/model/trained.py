@@ -361,8 +361,8 @@ class TrainedLayer:
 
     def take_back(self) -> None:
         """Its state stays where it is. If the allocator has evicted it, it visits the GPU from now on."""
-        if self.offer is not None:
-            self.offer.take_back(self)
+        if (offer := self.offer) is not None:
+            offer.take_back(self)
 
     @property
     def weights(self) -> list[Tensor]:

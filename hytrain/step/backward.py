@@ -11,6 +11,7 @@ computed by another process, or reduced outside of autograd, as pipelines do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Final, cast
 
 import torch
@@ -70,10 +71,13 @@ class Backward:
             self._take_waiting(layer)
 
     def _take_waiting(self, layer: TrainedLayer) -> None:
+        """Each on the stream that has computed it: what is made of it, or freed, comes after that."""
         waiting, layer.waiting = layer.waiting, {}
+        current = self._transfers.stream()
         with unwatched():
             for parameter, (tensor, stream) in waiting.items():
-                self._take(parameter, tensor, stream)
+                with nullcontext() if stream is current else self._transfers.on(stream):
+                    self._take(parameter, tensor, stream)
 
     def _take(self, parameter: TrainedParameter, tensor: Tensor, stream: Stream) -> None:
         """Take the gradient of `tensor`, which is the parameter, computed on `stream`.
@@ -199,6 +203,7 @@ class Backward:
     def end_outside(self) -> None:
         """`step()` ends the backward if gradients were reduced outside of autograd, as pipelines do."""
         if self._health.life.state in IN_BACKWARD and not self._ends_by_itself:
+            self._ends_by_itself = True  # once: if that raises, the step stays refused
             self.end()
 
     def end_dropped(self, wait_s: float = 0.0) -> None:

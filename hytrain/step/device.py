@@ -152,7 +152,11 @@ class DeviceUpdates:
         scale: float,
         verdict: Tensor | None,
     ) -> tuple[str, Span]:
-        """The state is on the device."""
+        """The state is on the device, or on its way there."""
+        if layer.returned is not None:
+            self._transfers.land(layer.returned)
+            if layer.returned.has_ended:
+                layer.returned = None
         began = self._transfers.clock.mark()
         alike: dict[tuple[int, int], dict[int, Tensor]] = {}
         for index, gradient in gradients.items():

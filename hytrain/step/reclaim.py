@@ -20,7 +20,7 @@ import torch
 
 from hytrain.memory.capacity import Room
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes
-from hytrain.memory.reclaim import Offer
+from hytrain.memory.reclaim import Left, Offer
 from hytrain.memory.transfer import Transfer
 from hytrain.model.trained import TrainedLayer
 from hytrain.readable import gib
@@ -94,18 +94,23 @@ class Reclaiming:
         with self._lock:
             if layer.offer is None:
                 return
-            known, layer.offer = self._known[layer.lid], None
-            if (left := known.offer.end()) is None:
-                return
-            with self._health.undivided("an eviction of state"):
-                del self._known[layer.lid]
-                known.offer.close()
-                arena = self._handover.arenas.own(layer)
-                assert arena is known.arena, "what was made ready for it"
-                copied = Transfer(None, (left.began_s, left.ended_s))
-                why = f"a request of {gib(left.asked)} that had no room"
-                self._evictions.leave(layer, arena, copied, left.nbytes, left.began_s, why, ended_s=left.ended_s)
-                self._evictions.begin_anew()
+            known = self._known[layer.lid]
+            try:
+                if (left := known.offer.end()) is not None:
+                    with self._health.undivided("an eviction of state"):
+                        self._note_left(layer, left)
+            finally:
+                layer.offer = None  # last: until then, all who ask for its state wait here
+
+    def _note_left(self, layer: TrainedLayer, left: Left) -> None:
+        known = self._known.pop(layer.lid)
+        known.offer.close()
+        arena = self._handover.arenas.own(layer)
+        assert arena is known.arena, "what was made ready for it"
+        copied = Transfer(None, (left.began_s, left.ended_s))
+        why = f"a request of {gib(left.asked)} that had no room"
+        self._evictions.leave(layer, arena, copied, left.nbytes, left.began_s, why, ended_s=left.ended_s)
+        self._evictions.begin_anew()
 
     def settle(self) -> None:
         """All that has left until now visits from now on."""

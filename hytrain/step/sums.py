@@ -22,6 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from hytrain.memory.clock import Stream
 from hytrain.memory.pinned import Pinned
 from hytrain.memory.transfer import Copy, Transfer, Transfers
 from hytrain.model.trained import TrainedParameter
@@ -78,8 +79,8 @@ class HostSums:
         # Sums in host memory, in the order of this backward: their dtypes, and the copies that brought them there.
         self._left: dict[TrainedParameter, tuple[torch.dtype, Transfer]] = {}
         self._ahead: Iterator[TrainedParameter] = iter(())  # sums of the last backward, in its order
-        self._coming: dict[TrainedParameter, tuple[Tensor, Transfer]] = {}
-        self._leaving: deque[tuple[int, Transfer]] = deque()  # bytes, and the copy that holds them
+        self._coming: dict[TrainedParameter, tuple[Tensor, Transfer, Stream]] = {}  # with the stream of its memory
+        self._leaving: deque[tuple[int, Transfer, Stream]] = deque()  # bytes, the copy out of them, and their stream
 
     def begin(self) -> None:
         self._ahead = iter(list(self._left))
@@ -90,30 +91,32 @@ class HostSums:
             self._fetch(parameter)
         if parameter not in self._coming:
             return None
-        total, arrival = self._coming.pop(parameter)
+        total, arrival, _ = self._coming.pop(parameter)
         self._transfers.land(arrival)
+        self._transfers.keep_for(None, [total])
         self._fetch_ahead()
         return total
 
     def peek(self, parameter: TrainedParameter) -> Tensor | None:
         if parameter not in self._left and parameter not in self._coming:
             return None
-        total, arrival = self._coming.get(parameter) or self._arriving(parameter, *self._left[parameter])
+        total, arrival, _ = self._coming.get(parameter) or self._arriving(parameter, *self._left[parameter])
         self._transfers.land(arrival)
+        self._transfers.keep_for(None, [total])
         return total
 
     def put(self, parameter: TrainedParameter, total: Tensor) -> None:
         self.end_step()
-        while self._leaving and sum(nbytes for nbytes, _ in self._leaving) + total.nbytes > WINDOW_BYTES:
-            self._transfers.land(self._leaving.popleft()[1])  # the next user of its memory waits for the copy
+        while self._leaving and sum(nbytes for nbytes, _, _ in self._leaving) + total.nbytes > WINDOW_BYTES:
+            self._transfers.land(*self._leaving.popleft()[1:])  # the next user of its memory waits for the copy
         departure = self._transfers.gradients_out(self._copies(parameter, total))
-        self._leaving.append((total.nbytes, departure))
+        self._leaving.append((total.nbytes, departure, self._transfers.stream()))
         self._left[parameter] = total.dtype, replace(departure, keep=())
 
     def discard(self, parameter: TrainedParameter) -> None:
         self._left.pop(parameter, None)
         if parameter in self._coming:
-            self._transfers.land(self._coming.pop(parameter)[1])  # the next user of its memory waits for the copy
+            self._transfers.land(*self._coming.pop(parameter)[1:])  # the next user of its memory waits for the copy
 
     def waiting(self) -> list[TrainedParameter]:
         return [*self._coming, *self._left]
@@ -131,7 +134,7 @@ class HostSums:
             held.clear()
 
     def _fetch_ahead(self) -> None:
-        while sum(total.nbytes for total, _ in self._coming.values()) < WINDOW_BYTES:
+        while sum(total.nbytes for total, _, _ in self._coming.values()) < WINDOW_BYTES:
             parameter = next(self._ahead, None)
             if parameter is None:
                 return
@@ -143,10 +146,11 @@ class HostSums:
 
     def _arriving(
         self, parameter: TrainedParameter, dtype: torch.dtype, departure: Transfer
-    ) -> tuple[Tensor, Transfer]:
+    ) -> tuple[Tensor, Transfer, Stream]:
         total = torch.empty(parameter.own.numel(), dtype=dtype, device=parameter.own.device)
         copies = [(part, host) for host, part in self._copies(parameter, total)]
-        return total, self._transfers.sums_in(copies, self._transfers.fence(), after=departure)
+        arrival = self._transfers.sums_in(copies, self._transfers.fence(), after=departure)
+        return total, arrival, self._transfers.stream()
 
     def _copies(self, parameter: TrainedParameter, total: Tensor) -> list[Copy]:
         """Each part of `total` after its place in host memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -64,6 +65,14 @@ class Current:
         self.streams = Stream(), Stream()
         self.stream = self.streams[0]
 
+    @contextlib.contextmanager
+    def use(self, stream: Stream | None) -> Iterator[None]:
+        before, self.stream = self.stream, stream or self.stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
 
 def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Current:
     """From now on, copies take the GPU's way."""
@@ -73,7 +82,7 @@ def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Current:
         "Stream": Stream,
         "current_stream": lambda device=None: current.stream,
         "default_stream": lambda device=None: current.streams[0],
-        "stream": lambda stream: contextlib.nullcontext(),
+        "stream": current.use,
         "synchronize": lambda device=None: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stub)

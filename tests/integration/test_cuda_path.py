@@ -41,11 +41,14 @@ import hytrain
 from examples.studies.cotraining.shares import cotrain
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import Copy, CudaTransfers, HostTransfers, Transfer
-from hytrain.model.trained import OffloadedBlock, TrainedLayer
+from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter
 from hytrain.run.link import Link
 from hytrain.step import activations
+from hytrain.step.accumulation import Accumulation
 from hytrain.step.activations import Activations, Saved
+from hytrain.step.device import DeviceUpdates
 from hytrain.step.gradient import RoundTrip
+from hytrain.step.handover import Handover
 from hytrain.step.masters import Masters
 from hytrain.step.offload import Offload
 from hytrain.tensors import address
@@ -327,6 +330,65 @@ def test_gradients_of_two_streams_are_waited_for(k: float, current: Current, mon
     with adamw(model, updates="backward", k=k) as opt:
         train(model, opt, range(2), square_loss)
         assert len(sent) == 2 * len(opt._session.layers)
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_sums_of_two_streams_are_converted_each_on_its_own(
+    where: Any, current: Current, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last gradient of a layer comes on another stream than some of those before it, which still compute."""
+    model, of = perceptron(dtype=torch.bfloat16), dict[str, Stream]()
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+
+        def run_on(tensor: torch.Tensor, stream: Stream = current.streams[index % 2]) -> None:
+            current.stream = stream
+
+        of[name] = current.streams[index % 2]
+        parameter.register_post_accumulate_grad_hook(run_on)
+    seen = list[bool]()
+
+    def take(self: Accumulation, parameter: TrainedParameter, **how: Any) -> Any:
+        seen.append(current.stream is of[parameter.name])
+        return before(self, parameter, **how)
+
+    before = Accumulation.take
+    monkeypatch.setattr(Accumulation, "take", take)
+    with adamw(model, updates="backward", grad_accumulation=2, accumulate_on=where) as opt:
+        for step in range(2):
+            for part in range(2):
+                square_loss(model, 2 * step + part).backward()
+            opt.step()
+            opt.zero_grad()
+    assert len(seen) == 2 * len(of) and all(seen)
+
+
+def test_updates_wait_for_state_that_another_stream_has_awaited(
+    current: Current, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan is finished on a stream of the loop's own, in `synchronize()`, say."""
+    first, second = current.streams
+    came, seen = dict[int, Any](), list[bool]()
+
+    def finish(self: Handover, step: int) -> Any:
+        coming = list(self._move.coming) if self._move is not None else []
+        with current.use(second):
+            done = finish_before(self, step)
+        came.update({layer.lid: layer.returned for layer in coming if layer.returned is not None})
+        return done
+
+    def update(self: DeviceUpdates, layer: TrainedLayer, *given: Any) -> Any:
+        measured = update_before(self, layer, *given)
+        if (arrival := came.pop(layer.lid, None)) is not None:
+            seen.append(arrival.done in current.stream.waited_for)
+        return measured
+
+    finish_before, update_before = Handover.finish, DeviceUpdates._update
+    monkeypatch.setattr(Handover, "finish", finish)
+    monkeypatch.setattr(DeviceUpdates, "_update", update)
+    model = perceptron()
+    with adamw(model, policy="random") as opt:
+        train_and_prepare(model, opt, 40, square_loss)
+    assert current.stream is first and seen and all(seen)
 
 
 def test_each_stream_that_uses_a_layer_waits_for_its_weights(current: Current) -> None:

@@ -24,6 +24,7 @@ from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.watched import unwatched
 from hytrain.run.cluster import PrivateCluster
 from hytrain.run.link import Link
+from hytrain.step.device import DeviceUpdates
 
 
 def test_a_construction_that_was_interrupted_leaves_no_connection_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,3 +271,26 @@ def test_a_stale_read_of_a_layer_that_is_leaving_the_cpu_is_noticed() -> None:
             wait_for_coordinator(opt)
 
         wait_for(lambda: found, one_step)
+
+
+def test_an_exception_in_a_backward_that_step_ends_makes_no_update_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients that were reduced outside of autograd, as pipelines do. `step()` raises, and the loop tries again."""
+    model, tries = perceptron(), list[int]()
+
+    def update_held(self: DeviceUpdates) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with adamw(model, k=1.0, updates="backward") as opt:
+        train(model, opt, range(2), square_loss)
+        with monkeypatch.context() as patch:
+            patch.setattr(DeviceUpdates, "update_held", update_held)
+            for known in opt._session.parameters:
+                known.parameter.grad = torch.ones_like(known.parameter)
+                opt._engine.backward.on_gradient(known, known.parameter)
+            with pytest.raises(torch.OutOfMemoryError):
+                opt.step()
+            with pytest.raises(UsageError, match="the last backward ended with an exception"):
+                opt.step()
+        assert len(tries) == 1

@@ -28,6 +28,7 @@ from hytrain.errors import UsageError
 from hytrain.memory import visits
 from hytrain.memory.capacity import Room
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes
+from hytrain.memory.reclaim import Offer
 from hytrain.model.trained import TrainedLayer
 from hytrain.step import offload
 from protocol.placement import CPU, VISIT
@@ -103,6 +104,29 @@ def test_evictions_beside_all_placements_leave_the_bits(
                 opt._engine._handover.wait()
         assert evicted_bytes(opt)
         assert differing(state(opt) | weights(model), wanted) == []
+
+
+def test_who_asks_while_an_eviction_is_noted_waits_for_that(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread would find the layer on the GPU, where its state is no more."""
+    seen = list[tuple[bool, bool]]()
+    end = Offer.end
+
+    def noted(self: Offer) -> Any:
+        reclaiming = opt._engine.reclaiming
+        layer = next(layer for layer in opt._session.layers if reclaiming._known[layer.lid].offer is self)
+        seen.append((layer.offer is reclaiming, reclaiming._lock.locked()))
+        return end(self)
+
+    model = perceptron()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        train(model, opt, range(2), square_loss)
+        before = budget.evictions
+        budget.press()
+        assert budget.evictions > before
+        monkeypatch.setattr(Offer, "end", noted)
+        train(model, opt, range(2, 4), square_loss)
+        assert seen and all(map(all, seen))
 
 
 def test_updates_without_state_have_nothing_to_offer(budget: Budget) -> None:
