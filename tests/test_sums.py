@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.memory.capacity import Room
-from hytrain.memory.clock import HostClock, Span
+from hytrain.memory.clock import HostClock, Span, Stream
 from hytrain.memory.transfer import Copy, Fence, HostTransfers, Transfer
 from hytrain.model.trained import TrainedParameter
 from hytrain.step import sums
@@ -47,7 +47,7 @@ class SlowTransfers(HostTransfers):
         self.waits_for[transfer.span] = after
         return transfer
 
-    def land(self, transfer: Transfer) -> None:
+    def land(self, transfer: Transfer, stream: Stream = None) -> None:
         if (before := self.waits_for.pop(transfer.span, None)) is not None:
             self.land(before)
         for destination, source in self.under_way.pop(transfer.span, []):
@@ -110,7 +110,7 @@ def test_little_of_them_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> Non
             assert (total is None) is (turn == 0)
             if turn and index + 1 < len(known):
                 assert known[index + 1] in place._coming
-            assert sum(t.nbytes for t, _ in place._coming.values()) <= 2 * nbytes
+            assert sum(t.nbytes for t, *_ in place._coming.values()) <= 2 * nbytes
             total = numbers(index) if total is None else total
             out.append(weakref.ref(total))
             place.put(parameter, total)
