@@ -23,6 +23,7 @@ from hytrain.algorithms import Algorithm
 from hytrain.checks import Groups, check_masters, check_model, check_same, groups_for_torch
 from hytrain.errors import UsageError
 from hytrain.model import fsdp
+from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.parts import joined
 from hytrain.model.search import Search
 from hytrain.model.trained import plane_dtypes
@@ -40,6 +41,10 @@ from hytrain.trackers import check_trackers
 _NOT_YET: Final = (
     "HyTrain finds the model of model.parameters() when it is called with gradients for the first time: call it before "
     "this, or give the model itself: hytrain.AdamW(model, …)"
+)
+_TAKEN: Final = (
+    "another optimizer of HyTrain has updated parameters of this one in backward, where torch would let this one do it "
+    'in step(): pass updates="step" to both, and go on from a checkpoint'
 )
 
 
@@ -143,6 +148,8 @@ class StartedOptimizer(SavedOptimizer):
             if self._close.alive and not any(Ranks.of_job().gather(has_gradients)):
                 return False
             self._require_open()
+            if any(isinstance(parameter.grad, ConsumedGradient) for parameter in _parameters(self.param_groups)):
+                raise UsageError(_TAKEN)
             self._start_with(self._searched.parts())
         return True
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from hytrain.errors import UsageError
 
 _aten = torch.ops.aten
+_DATA: Final[Any] = torch.Tensor.data
 
 SCALER: Final = (
     'a GradScaler unscales gradients after backward, when HyTrain\'s are gone: pass updates="step" to hytrain.AdamW; '
@@ -123,6 +124,16 @@ class ConsumedGradient(torch.Tensor):
         refuse(CONSUMED)
 
     numpy = data_ptr = __array__ = __dlpack__ = __reduce_ex__ = _refuse
+
+    @property
+    def data(self) -> torch.Tensor:
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if not isinstance(value, ConsumedGradient):  # not what `model.half()` makes of it
+            refuse(f"data of a gradient that HyTrain has already consumed was set: {ADVICE['change']}")
+        _DATA.__set__(self, value)
 
     def _read(self) -> torch.Tensor:
         if (value := self.find(self)) is None:

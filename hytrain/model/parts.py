@@ -42,10 +42,19 @@ class Loose(nn.Module):
 
 
 def joined(parts: Sequence[nn.Module], parameters: Sequence[Tensor]) -> nn.Module:
-    """The model that has these parts, and those of these parameters that no part has."""
+    """The model that has these parts, and those of these parameters that no part has, in the parameters' order.
+
+    So the norm of all gradients adds them up as torch does for the same parameters.
+    """
     inside = {id(parameter) for part in parts for parameter in part.parameters()}
     loose = [parameter for parameter in parameters if id(parameter) not in inside]
-    return parts[0] if len(parts) == 1 and not loose else Parts([*parts, *([Loose(loose)] if loose else [])])
+    place = {id(parameter): index for index, parameter in enumerate(parameters)}
+
+    def first(part: nn.Module) -> int:
+        return min((place.get(id(parameter), len(place)) for parameter in part.parameters()), default=len(place))
+
+    found = sorted([*parts, *([Loose(loose)] if loose else [])], key=first)
+    return found[0] if len(found) == 1 and not loose else Parts(found)
 
 
 def roots(model: nn.Module) -> list[nn.Module]:

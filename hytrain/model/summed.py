@@ -4,7 +4,7 @@
     the loop      print, clone()                 ─▶ the sum, rounded to the gradient's dtype
                   norm()                         ─▶ known since the gradient came, if the loop has asked before
                   mul_(factor), as clipping does ─▶ kept beside the sum, for whoever reads that
-                  add_(), copy_(), …             ─▶ the same, and what was written is the sum from then on
+                  add_(), copy_(), data = …      ─▶ the same, and what was written is the sum from then on
                   view(), numpy(), data_ptr(), … ─▶ a tensor of its own from then on, as in torch
                   p.grad = None                  ─▶ the sum is dropped
 
@@ -28,6 +28,7 @@ from hytrain.uncompiled import uncompiled
 _aten = torch.ops.aten
 _NORMS: Final = (_aten._foreach_norm.Scalar, _aten.linalg_vector_norm.default)
 _TAKEN_AS_LISTS: list[type[Tensor]] = _foreach_supported_types
+_DATA: Final[Any] = Tensor.data
 _PRODUCTS: Final = (_aten._foreach_mul_.Tensor, _aten.mul_.Tensor)
 
 
@@ -131,6 +132,20 @@ class SummedGradient(Tensor):
         return self._total.value().tolist()
 
     numpy, data_ptr, __array__, __dlpack__ = map(_settled, ("numpy", "data_ptr", "__array__", "__dlpack__"))
+    apply_, map_, share_memory_ = map(_settled, ("apply_", "map_", "share_memory_"))
+    storage, untyped_storage = map(_settled, ("storage", "untyped_storage"))
+
+    @property
+    def data(self) -> Tensor:
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """As in torch, these are the gradient's values from now on; a conversion of the model converts the gradient."""
+        if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
+            _DATA.__set__(self, value)
+        elif value is not self:
+            self.copy_(value)
 
 
 #: Of these types, torch clips gradients with operators for lists, whose norms have bits of their own on a GPU.

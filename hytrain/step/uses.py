@@ -80,7 +80,7 @@ class Uses:
     def away(self, tensor: Tensor) -> Tensor | None:
         """A copy of a parameter's value in host memory, if it is offloaded; all updates have been waited for."""
         known = self._of.get(id(tensor))
-        if known is None or not self._is_copied(known, tensor) or not self._may_use(known):
+        if known is None or not self._is_copied(known, tensor) or not self._may_use(known) or not known.is_in_place:
             return None
         for layer, _ in known.places:
             self._offload.land(layer)

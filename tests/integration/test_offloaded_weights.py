@@ -281,6 +281,25 @@ def test_a_state_dict_brings_nothing_to_the_device() -> None:
         assert differing(weights(copy.deepcopy(model)), weights(twin)) != []
 
 
+def test_a_state_dict_has_what_the_loop_has_swapped_in() -> None:
+    """The mean of weights for an evaluation, say. They are no copies of what is offloaded."""
+    model = perceptron()
+    with adamw(model, **OFFLOADED[0]) as opt:
+        train(model, opt, range(3), square_loss)
+        own = [parameter.data for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = torch.full(parameter.shape, 0.5)
+        saved = model.state_dict()
+        assert all(bool((value == 0.5).all()) for value in saved.values())
+        for parameter, before in zip(model.parameters(), own, strict=True):
+            parameter.data = before
+        train(model, opt, range(3, 5), square_loss)
+    expected = perceptron()
+    with adamw(expected, k=0.0) as opt:
+        train(expected, opt, range(5), square_loss)
+        assert differing(weights(model), weights(expected)) == []
+
+
 class Full:
     """A device with room for so many parameters' memory."""
 

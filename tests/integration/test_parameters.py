@@ -766,3 +766,56 @@ def test_a_compiled_model(how: str) -> None:
         return plain(torch.compile(model, backend="eager"), opt)
 
     compared(run)
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_modules_called_in_another_order_have_the_norm_of_their_parameters(k: float) -> None:
+    """Norms of many parameters are added up in the order in which the optimizer got them."""
+
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.last = nn.Linear(16, 4)
+            self.first = nn.Linear(32, 16)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(3))
+
+    def run(clips: bool, make: Callable[[Any], Any]) -> tuple[list[float], dict[str, Tensor]]:
+        model, norms = Blocks(), list[float]()
+        opt = make(model.parameters())
+        for step in range(30):
+            x = model.first(vectors(step))
+            for block in model.blocks:
+                x = x + block(x)
+            model.last(x).square().mean().backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05) if clips else None
+            opt.step()
+            norms.append(float(opt.grad_norm if norm is None else norm))
+            opt.zero_grad()
+        if not clips:
+            opt.close()
+        return norms, weights(model)
+
+    theirs = run(True, lambda given: torch.optim.AdamW(given, lr=1e-2, fused=True))
+    ours = run(False, lambda given: hytrain.AdamW(given, lr=1e-2, k=k, max_grad_norm=0.05))
+    assert ours[0] == theirs[0] and differing(ours[1], theirs[1]) == []
+
+
+@pytest.mark.parametrize("updates", ["backward", "step"])
+def test_a_loop_that_changes_to_another_optimizer(updates: Any) -> None:
+    """Both were made for the same parameters. If the first one has updated them in backward, the second one says so."""
+    theirs, ours = perceptron(), perceptron()
+    torchs = [torch.optim.AdamW(theirs.parameters(), lr, fused=True) for lr in (1e-2, 3e-3)]
+    opts = [hytrain.AdamW(ours.parameters(), lr, updates=updates) for lr in (1e-2, 3e-3)]
+    try:
+        for step in range(6):
+            train(theirs, torchs[step > 2], [step], square_loss)
+            if updates == "backward" and step > 2:
+                with pytest.raises(UsageError, match="another optimizer of HyTrain has updated"):
+                    train(ours, opts[1], [step], square_loss)
+                break
+            train(ours, opts[step > 2], [step], square_loss)
+            assert differing(weights(ours), weights(theirs)) == []
+    finally:
+        for opt in opts:
+            opt.close()

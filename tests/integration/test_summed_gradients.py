@@ -126,6 +126,30 @@ def writes_by_address(model: nn.Module, opt: Any, step: int) -> Any:
     return seen
 
 
+def sets_data(model: nn.Module, opt: Any, step: int) -> None:
+    """As older code clamps; and one stays as it is."""
+    held(model, opt, step)
+    for index, gradient in enumerate(gradients(model)):
+        gradient.data = gradient.data.clamp(min=0.0) if index else gradient.data
+    held(model, opt, step + 100)
+    opt.step()
+    opt.zero_grad()
+
+
+def writes_elements_and_storage(model: nn.Module, opt: Any, step: int) -> Any:
+    """In ways that no operator sees."""
+    held(model, opt, step)
+    first, second, third, fourth = gradients(model)[:4]
+    first.apply_(lambda value: 0.5 * value)
+    second.map_(second.clone(), lambda mine, other: mine - 0.25 * other)
+    third.untyped_storage().copy_((third * 0.5).untyped_storage())
+    fourth.share_memory_()[0] = 0.25
+    seen = first.untyped_storage().nbytes()
+    opt.step()
+    opt.zero_grad()
+    return seen
+
+
 def drops_all(model: nn.Module, opt: Any, step: int) -> None:
     retained(model, step)
     if step % 2:
@@ -239,6 +263,8 @@ LOOPS = [
     reads_after_the_step,
     writes_a_view,
     writes_by_address,
+    sets_data,
+    writes_elements_and_storage,
     drops_all,
     drops_some,
     sets_to_zero,

@@ -743,3 +743,16 @@ def test_the_bits_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     places = [{"k": k, "accumulate_on": place} for k in (0.0, 0.5) for place in ("auto", "host", "device")]
     choices = [{"updates": "step", **place} for place in ({"k": 1.0}, *places, {"policy": "random"})]
     same_bits(run, make, *choices, {"updates": "auto"}, *([{"updates": "backward"}] if name == "plain" else []))
+
+
+def test_the_data_of_a_gradient_that_was_consumed_cannot_be_set() -> None:
+    model = perceptron()
+    with adamw(model, updates="backward") as opt:
+        square_loss(model, 0).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            with pytest.raises(
+                UsageError, match='data of a gradient that HyTrain has already consumed.*updates="step"'
+            ):
+                parameter.grad.data = torch.zeros_like(parameter)
+        opt.step()
