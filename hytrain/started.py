@@ -123,7 +123,8 @@ class StartedOptimizer(SavedOptimizer):
             with untraced(), torch._C._DisableAutocast(), torch.enable_grad():
                 ranks = Ranks.of_job()
                 with ranks.together():
-                    self._model = joined(parts, [*_parameters(self.param_groups)])
+                    given = [*_parameters(self.param_groups)]
+                    self._model = joined(parts, given, in_order=len(self.param_groups) == 1)
                     self._check_model(ranks, self._model)
                     for group in self.param_groups:
                         self.algorithm.check(group)

@@ -132,8 +132,12 @@ class SummedGradient(Tensor):
         return self._total.value().tolist()
 
     numpy, data_ptr, __array__, __dlpack__ = map(_settled, ("numpy", "data_ptr", "__array__", "__dlpack__"))
-    apply_, map_, share_memory_ = map(_settled, ("apply_", "map_", "share_memory_"))
-    storage, untyped_storage = map(_settled, ("storage", "untyped_storage"))
+    apply_, map_, share_memory_, storage = map(_settled, ("apply_", "map_", "share_memory_", "storage"))
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """The compiler asks for it, too, when it makes a likeness of a parameter, and writes nothing there."""
+        is_compiling = torch._guards.TracingContext.try_get() is not None
+        return super().untyped_storage() if is_compiling else self._total.settle().untyped_storage()
 
     @property
     def data(self) -> Tensor:
@@ -141,11 +145,12 @@ class SummedGradient(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """As in torch, these are the gradient's values from now on; a conversion of the model converts the gradient."""
+        """As in torch, this memory is the gradient's from now on; a conversion of the model converts the gradient."""
         if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
             _DATA.__set__(self, value)
         elif value is not self:
-            self.copy_(value)
+            other = summed(value)
+            _DATA.__set__(self._total.settle(), value if other is None else other.settle())
 
 
 #: Of these types, torch clips gradients with operators for lists, whose norms have bits of their own on a GPU.

@@ -768,8 +768,9 @@ def test_a_compiled_model(how: str) -> None:
     compared(run)
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("k", [0.0, 1.0])
-def test_modules_called_in_another_order_have_the_norm_of_their_parameters(k: float) -> None:
+def test_modules_called_in_another_order_have_the_norm_of_their_parameters(k: float, is_tied: bool) -> None:
     """Norms of many parameters are added up in the order in which the optimizer got them."""
 
     class Blocks(nn.Module):
@@ -779,6 +780,9 @@ def test_modules_called_in_another_order_have_the_norm_of_their_parameters(k: fl
             self.last = nn.Linear(16, 4)
             self.first = nn.Linear(32, 16)
             self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(3))
+            self.head = nn.Linear(16, 4)
+            if is_tied:
+                self.head.weight = self.last.weight
 
     def run(clips: bool, make: Callable[[Any], Any]) -> tuple[list[float], dict[str, Tensor]]:
         model, norms = Blocks(), list[float]()
@@ -787,7 +791,7 @@ def test_modules_called_in_another_order_have_the_norm_of_their_parameters(k: fl
             x = model.first(vectors(step))
             for block in model.blocks:
                 x = x + block(x)
-            model.last(x).square().mean().backward()
+            (model.last(x).square() + model.head(x).square()).mean().backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05) if clips else None
             opt.step()
             norms.append(float(opt.grad_norm if norm is None else norm))

@@ -28,9 +28,9 @@ from hytrain.errors import UsageError
 from hytrain.memory import visits
 from hytrain.memory.capacity import Room
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes
-from hytrain.memory.reclaim import Offer
 from hytrain.model.trained import TrainedLayer
 from hytrain.step import offload
+from hytrain.step.evictions import Evictions
 from protocol.placement import CPU, VISIT
 
 
@@ -109,13 +109,12 @@ def test_evictions_beside_all_placements_leave_the_bits(
 def test_who_asks_while_an_eviction_is_noted_waits_for_that(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread would find the layer on the GPU, where its state is no more."""
     seen = list[tuple[bool, bool]]()
-    end = Offer.end
+    leave = Evictions.leave
 
-    def noted(self: Offer) -> Any:
+    def noted(self: Evictions, layer: TrainedLayer, *given: Any, **named: Any) -> Any:
         reclaiming = opt._engine.reclaiming
-        layer = next(layer for layer in opt._session.layers if reclaiming._known[layer.lid].offer is self)
         seen.append((layer.offer is reclaiming, reclaiming._lock.locked()))
-        return end(self)
+        return leave(self, layer, *given, **named)
 
     model = perceptron()
     with adamw(model, k=1.0) as opt:
@@ -124,7 +123,7 @@ def test_who_asks_while_an_eviction_is_noted_waits_for_that(budget: Budget, monk
         before = budget.evictions
         budget.press()
         assert budget.evictions > before
-        monkeypatch.setattr(Offer, "end", noted)
+        monkeypatch.setattr(Evictions, "leave", noted)
         train(model, opt, range(2, 4), square_loss)
         assert seen and all(map(all, seen))
 

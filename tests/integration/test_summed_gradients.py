@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import hytrain
 from hytrain.errors import UsageError
+from hytrain.model.summed import summed
 
 STEPS = 4
 PLACES: list[dict[str, Any]] = [
@@ -127,11 +128,27 @@ def writes_by_address(model: nn.Module, opt: Any, step: int) -> Any:
 
 
 def sets_data(model: nn.Module, opt: Any, step: int) -> None:
-    """As older code clamps; and one stays as it is."""
+    """As older code clamps. One stays as it is, one gets another's values, and one has a graph."""
     held(model, opt, step)
-    for index, gradient in enumerate(gradients(model)):
-        gradient.data = gradient.data.clamp(min=0.0) if index else gradient.data
+    first, second, third, fourth, *others = gradients(model)
+    first.data = first.data
+    second.data = third.data.sum() + torch.zeros_like(second)
+    third.data = third + 0.1 * next(p for p in model.parameters() if p.shape == third.shape)
+    fourth.data = others[1].data if others[1].shape == fourth.shape else fourth.data.clone()
+    for gradient in others:
+        gradient.data = gradient.data.clamp(min=0.0)
     held(model, opt, step + 100)
+    opt.step()
+    opt.zero_grad()
+
+
+def sets_data_to_a_view(model: nn.Module, opt: Any, step: int) -> None:
+    """What is written into a buffer later is in the gradients."""
+    held(model, opt, step)
+    flat = torch.cat([gradient.flatten() for gradient in gradients(model)])
+    for gradient, part in zip(gradients(model), flat.split([g.numel() for g in gradients(model)]), strict=True):
+        gradient.data = part.view_as(gradient)
+    flat.mul_(0.5)
     opt.step()
     opt.zero_grad()
 
@@ -264,6 +281,7 @@ LOOPS = [
     writes_a_view,
     writes_by_address,
     sets_data,
+    sets_data_to_a_view,
     writes_elements_and_storage,
     drops_all,
     drops_some,
@@ -477,3 +495,16 @@ def test_without_overlap_step_has_the_last_word(by: str) -> None:
             opt.zero_grad()
 
     same_as_torch(run, overlap=False, k=0.5)
+
+
+def test_a_compilation_between_backwards_leaves_sums_where_they_are() -> None:
+    """It asks for the storage of each parameter's gradient. Settled, a sum in float32 would be rounded."""
+    model = perceptron(dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend="eager", dynamic=False)
+    with adamw(model, k=0.0) as opt:
+        for rows in (8, 4):
+            with opt.no_sync():
+                compiled(vectors(0, dtype=torch.bfloat16)[:rows]).square().mean().backward()
+        sums = [summed(parameter.grad) for parameter in model.parameters()]
+        assert all(total is not None and total.own is None for total in sums)
+        opt.step()
