@@ -60,7 +60,7 @@ class Refusal:
 
 _INTERRUPTED: Final = Refusal(
     "the last backward ended with an exception, so training cannot go on (make the optimizer anew and load a "
-    "checkpoint); or it is still running, around this call, as in a hook, or in another thread, and has to end first"
+    "checkpoint); or it is still running in another thread, or around this call, as in a hook, and has to end first"
 )
 _NO_STEP: Final = Refusal(
     "a backward reached {name} before step() was called for the last backward, which has already updated weights: add "

@@ -73,7 +73,10 @@ def a_move(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int, int
 
 
 def a_decision(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int, int]:
-    """A step whose report comes alone: the coordinator writes a step's record once it has done all that follows."""
+    """Steps whose reports come alone, until one is measured: where others take the cores, a step may tell of them only.
+
+    The coordinator writes a step's record once it has done all that follows.
+    """
 
     def has_written(step: int) -> bool:
         path = Path(opt.run_dir) / "metrics.jsonl"
@@ -84,9 +87,19 @@ def a_decision(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int,
     opt.log(steps, loss=0.0)
     wait_for(lambda: has_written(steps))
     began_ns = time.monotonic_ns()
-    train(model, opt, [5], square_loss)
-    opt.log(steps + 1, loss=0.0)
-    wait_for(lambda: has_written(steps + 1))
+
+    def is_measured() -> bool:
+        return ("hytrain/planner/book.py", "MeasurementBook.observe_trainer") in followed.read(
+            folder, MIDDLE, since_ns=began_ns
+        )
+
+    def take_a_step() -> None:
+        train(model, opt, [5], square_loss)
+        number = opt.statistics().step
+        opt.log(number, loss=0.0)
+        wait_for(lambda: has_written(number))
+
+    wait_for(is_measured, take_a_step)
     return began_ns, MIDDLE
 
 
