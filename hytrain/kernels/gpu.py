@@ -121,8 +121,8 @@ class Launch:
         self._rows = torch.repeat_interleave(torch.tensor(programs, device="cpu")).to(torch.int32)
         self._rounds = self._lone or bool(moments[0]) and moments[0][0].dtype != torch.float32
         self._row_of_program: dict[int, Tensor] = {}  # by stream, since another one may not wait for its copy
-        self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}  # by what they are for; are all aligned?
-        self._kernels: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}  # and their last arguments
+        self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}  # by addresses; and whether those are aligned
+        self._kernels: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}  # by kind, with their last arguments
 
     def _rests(self) -> list[Tensor]:
         """What stands for the remainder: weights that are their own masters."""
