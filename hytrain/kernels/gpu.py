@@ -122,7 +122,7 @@ class Launch:
         self._rounds = self._lone or bool(moments[0]) and moments[0][0].dtype != torch.float32
         self._row_of_program: dict[int, Tensor] = {}  # by stream, since another one may not wait for its copy
         self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}  # by addresses; and whether those are aligned
-        self._kernels: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}  # by kind, with their last arguments
+        self._kernels: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}  # by kind, with last arguments
 
     def _rests(self) -> list[Tensor]:
         """What stands for the remainder: weights that are their own masters."""

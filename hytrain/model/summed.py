@@ -4,8 +4,8 @@
     the loop      print, clone()                 ─▶ the sum, rounded to the gradient's dtype
                   norm()                         ─▶ known since the gradient came, if the loop has asked before
                   mul_(factor), as clipping does ─▶ kept beside the sum, for whoever reads that
-                  add_(), copy_(), data = …      ─▶ the same, and what was written is the sum from then on
-                  view(), numpy(), data_ptr(), … ─▶ a tensor of its own from then on, as in torch
+                  add_(), copy_(), …             ─▶ the same, and what was written is the sum from then on
+                  view(), numpy(), data = …, …   ─▶ a tensor of its own from then on, as in torch
                   p.grad = None                  ─▶ the sum is dropped
 
 So between such a backward and `step()`, gradients are what a loop finds there in torch. Where the sums are is known to
