@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
@@ -58,12 +59,12 @@ class OverHostMemory(CudaTransfers):
         pass
 
 
-class Current:
-    """The user's streams, and the one that is current."""
+class Current(threading.local):
+    """The user's streams, and the one that is current: each thread has its own, as on a GPU."""
 
-    def __init__(self) -> None:
-        self.streams = Stream(), Stream()
-        self.stream = self.streams[0]
+    def __init__(self, *streams: Stream) -> None:
+        self.streams = streams
+        self.stream = streams[0]
 
     @contextlib.contextmanager
     def use(self, stream: Stream | None) -> Iterator[None]:
@@ -76,7 +77,7 @@ class Current:
 
 def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Current:
     """From now on, copies take the GPU's way."""
-    current = Current()
+    current = Current(Stream(), Stream())
     for name, stub in {
         "Event": Event,
         "Stream": Stream,
