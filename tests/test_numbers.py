@@ -100,6 +100,16 @@ def beside_fsdp2(gpus: int, clip: float = 0.0) -> str:
     return str(Ratios(here, AUTO, RESIDENT))
 
 
+def pipelines() -> str:
+    both = [
+        Ratios(ROWS.where(part="pipeline"), f"{AUTO} {schedule}", f"no-offload {schedule}")
+        for schedule in ("gpipe", "1f1b")
+    ]
+    each = [pair for ratios in both for pair in ratios.found]
+    steps, memories = zip(*each, strict=True)
+    return f"| {spread(steps, 2)} | {spread(memories, 0, 100)} % |"
+
+
 def gpt2(batch: int) -> str:
     return str(Ratios(ROWS.where(part="gpt2", label="", shape="gpt2-large"), AUTO, RESIDENT, batch))
 
@@ -115,7 +125,7 @@ def times_as_fast(system: str) -> str:
 
 def peers() -> str:
     return (
-        f"it is {times_as_fast('torchao-fp32')} times as fast as torchao, {times_as_fast('deepspeed-zero2')} times as "
+        f"it is {times_as_fast('torchao-fp32')} times as fast as torchao in fp32, {times_as_fast('deepspeed-zero2')} times as "
         f"fast as DeepSpeed ZeRO-2 and {times_as_fast('fsdp2')} times as fast as FSDP2 with CPU offload"
     )
 
@@ -300,6 +310,7 @@ QUOTED: Final[dict[str, list[Callable[[], str]]]] = {
         lambda: f"four H100, 7 B, against FSDP2 without offload {beside_fsdp2(4)}",
         batch_1,
         lambda: f"GPT-2 Large on two H200, batch 8, against FSDP2 without offload {gpt2(8)}",
+        lambda: f"a pipeline of two stages, on two machines {pipelines()}",
         peers,
         lambda: (
             f"On four H100, 41 B parameters take {large('41b', 'step_s'):.2f} s per step, with "
@@ -370,7 +381,7 @@ PAGES: Final = (
 SIZES: Final = r"[\d.]+ [BM]\b|(?:24|32|80) GB|(?:Python|torch|Version|License) \d+\.\d+"
 GIVEN: Final[dict[str, str]] = {
     "README.md": r"100 % its GPU memory|limited to 15\.5 GiB|14 GB per|12 GB more|24 GiB|"
-    r"96 GB of host|64 GB it trains",
+    r"exactly needs 96 GB|with 64 GB",
     "docs/architecture.md": r"scale (?:is|were) 1\.0|6 % of its memory|Linux 6\.1|within 1 %|(?:below 0\.3|above 1) %",
     "docs/benchmarks.md": r"k = 0\.\d+|at 1\.0|24 or 12 GB|64 GB in|58 or 27 GB|within 10 %|up to 1 %|164 GB per",
     "docs/memory.md": r"(?:6|14 to 25|margin of 2|: 2) %|= (?:3\.7|1\.9)e-9|8\.6 GB|of 141 GB|2\.1 and 4\.2 GB",
