@@ -143,9 +143,11 @@ struct Relaxed {
 
 // ---------------------------------------------------------------- eviction
 
-bool is_alone(const Item& item) {  // somebody's view would lose its memory
+// Somebody's view would lose its memory. Python's wrapper, once it was asked for, lives as long as the storage.
+bool is_alone(const Item& item) {
     return std::all_of(item.storages.begin(), item.storages.end(), [](c10::StorageImpl* storage) {
-        return c10::raw::intrusive_ptr::use_count(storage) == 1;
+        const size_t owners = c10::raw::intrusive_ptr::use_count(storage);
+        return owners == 1 || (owners == 2 && storage->pyobj_slot()->has_unique_reference());
     });
 }
 

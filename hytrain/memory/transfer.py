@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
@@ -222,9 +222,15 @@ class CudaTransfers:
             if self._pinned.pop(first, None) is not None:
                 torch.cuda.cudart().cudaHostUnregister(first)
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """A context in which this stream is the current one."""
-        return torch.cuda.stream(stream)
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """A context in which this stream is the current one.
+
+        torch goes back to the stream before and to its device, which is the first GPU in a new thread: it would make a
+        context there.
+        """
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
 
     def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
         """Make the current stream wait for `streams`, and keep the tensors that they have `made` alive for it."""
@@ -245,7 +251,7 @@ class CudaTransfers:
         sources = [source.to(destination.dtype) for destination, source in copies]
         self._out.wait_stream(current_stream(self._device))
         if not copies:
-            with torch.cuda.stream(self._out):
+            with self.on(self._out):
                 so_far = self.so_far()
                 return replace(so_far, span=(so_far.span[0], self.clock.mark()))  # each mark is recycled once
         into = (destination for destination, _ in copies)
@@ -326,7 +332,7 @@ class CudaTransfers:
         self._visiting.wait_stream(current)
         for tensor in made:
             tensor.record_stream(self._visiting)
-        return torch.cuda.stream(self._visiting)
+        return self.on(self._visiting)
 
     def fetch(self, copies: Sequence[Copy], *, after: Iterable[Transfer]) -> Transfer:
         """Copy pinned state into a slot, `after` others have used both, and after the last fetch."""
@@ -358,7 +364,7 @@ class CudaTransfers:
         all of `tensors` are freed.
         """
         self.traffic.to_device(copies)
-        with torch.cuda.stream(self._window):  # all such memory comes from this stream's pool, and goes back there
+        with self.on(self._window):  # all such memory comes from this stream's pool, and goes back there
             allocate(*tensors)
         self._stream_after(after)
         return self._copy(self._window, copies)
@@ -381,7 +387,7 @@ class CudaTransfers:
         if not copies:  # torch refuses an empty list; each mark is recycled once, so these are two
             return Transfer(None, (self.clock.mark(), self.clock.mark()))
         destinations, sources = zip(*_pieces(copies), strict=True)
-        with torch.cuda.stream(stream):
+        with self.on(stream):
             began = self.clock.mark_on(stream)
             # One call for all copies: each call releases the GIL, and then this thread may wait to get it back.
             torch._foreach_copy_(list(destinations), list(sources), non_blocking=True)

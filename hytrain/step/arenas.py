@@ -17,7 +17,7 @@ from hytrain.errors import CapacityError
 from hytrain.memory.arena import ArenaFile, made_arena
 from hytrain.memory.capacity import host_bound
 from hytrain.memory.host import available_bytes
-from hytrain.memory.planes import ArenaPlanes
+from hytrain.memory.planes import ArenaPlanes, DevicePlanes
 from hytrain.model.trained import TrainedLayer
 from hytrain.readable import gib
 from hytrain.step.common import Common
@@ -86,7 +86,11 @@ class Arenas:
             try:
                 if self._needed(layer) > host_bound(None):
                     raise CapacityError("the rest is the host's margin")
-                self.keep(layer, self._made(layer, gently=True))
+                arena = self._made(layer, gently=True)
+                if isinstance(layer.holds, DevicePlanes):
+                    self.keep(layer, arena)
+                else:  # it has left for memory of its own in the meantime
+                    arena.close()
             except (CapacityError, OSError) as reason:
                 _log.debug("no memory is made ready for more state to leave the GPU: %s", reason)
                 self.is_full = True

@@ -129,6 +129,7 @@ class Offload:
             self._follow_plan(block)
             life.unpin(Pin.VISIT)
         if not life.is_offloaded:
+            self._land(block)  # it has settled, and only the stream of that time has waited
             return
         here = block, inside_backward
         if inside_backward and self._order.last == here and Pin.COMPUTES in life.pins and life.state is State.HERE:
@@ -247,7 +248,7 @@ class Offload:
             if not block.life.is_present:
                 self._free([other for other in self._here if other is not block])
             self._bring(block)
-            self._land(block)
+        self.land(layer)
 
     @contextmanager
     def using(self, block: OffloadedBlock) -> Iterator[None]:

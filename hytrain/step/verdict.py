@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from hytrain.errors import NonFiniteGradients
+from hytrain.memory.clock import Stream
 from hytrain.memory.transfer import Copy, Transfer, Transfers
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.options import Options
@@ -113,6 +114,7 @@ class Verdicts:
         self._norms: dict[int, Tensor] = {}  # by number of the parameter
         self._hints = hints and self.awaited
         self._so_far: list[Tensor] = []
+        self._so_far_by: Stream = None  # the stream that has computed it
         self._so_far_on_host: dict[int, Tensor] = {}
         self._last: Judgement | None = None
         self.grad_norm: Tensor | None = None
@@ -130,6 +132,8 @@ class Verdicts:
                 if id(owner.parameter) in self._counted:
                     self._norms[self._order[id(owner)]] = norm
             if self._hints and norms:
+                self._transfers.join([self._so_far_by], self._so_far)
+                self._so_far_by = self._transfers.stream()
                 self._so_far = [torch.linalg.vector_norm(torch.stack([*self._so_far, *norms]))]
         if self._max_layer_norm is not None:
             norm = torch.linalg.vector_norm(torch.stack(_norms([layer.filled[i] for i in sorted(layer.filled)])))
@@ -144,6 +148,7 @@ class Verdicts:
         """
         if not self._so_far:
             return None
+        self._transfers.join([self._so_far_by], self._so_far)
         norm = self._so_far[0].view(1)
         if layer.lid not in self._so_far_on_host:  # the layer's last copy ends before its next gradient
             self._so_far_on_host[layer.lid] = _number_on_host(norm.is_cuda)

@@ -60,11 +60,24 @@ class OverHostMemory(CudaTransfers):
 
 
 class Current(threading.local):
-    """The user's streams, and the one that is current: each thread has its own, as on a GPU."""
+    """The user's streams, and what is current: each thread has its own, as on a GPU."""
 
     def __init__(self, *streams: Stream) -> None:
         self.streams = streams
         self.stream = streams[0]
+        self.device: torch.device | None = None  # the first GPU, which need not be the model's
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before, self.device = self.device, device
+        try:
+            yield
+        finally:
+            self.device = before
+
+    def leave_and_come_back(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
+        assert self.device is not None, "torch.cuda.stream comes back to the device that is current now"
+        return self.use(stream)
 
     @contextlib.contextmanager
     def use(self, stream: Stream | None) -> Iterator[None]:
@@ -83,7 +96,8 @@ def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Current:
         "Stream": Stream,
         "current_stream": lambda device=None: current.stream,
         "default_stream": lambda device=None: current.streams[0],
-        "stream": current.use,
+        "device": current.on,
+        "stream": current.leave_and_come_back,
         "synchronize": lambda device=None: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stub)

@@ -51,6 +51,7 @@ from hytrain.step.gradient import RoundTrip
 from hytrain.step.handover import Handover
 from hytrain.step.masters import Masters
 from hytrain.step.offload import Offload
+from hytrain.step.verdict import Verdicts
 from hytrain.tensors import address
 from protocol.messages import TakeOver
 
@@ -332,6 +333,32 @@ def test_gradients_of_two_streams_are_waited_for(k: float, current: Current, mon
         assert len(sent) == 2 * len(opt._session.layers)
 
 
+def test_a_stream_that_adds_to_the_norm_waits_for_who_has_added_before(
+    current: Current, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adders, seen = perceptron(), list[Stream](), list[bool]()
+    for index, parameter in enumerate(model.parameters()):
+
+        def run_on(tensor: torch.Tensor, stream: Stream = current.streams[index // 2 % 2]) -> None:
+            current.stream = stream
+
+        parameter.register_post_accumulate_grad_hook(run_on)
+
+    def add(self: Verdicts, layer: TrainedLayer) -> None:
+        current.stream.waited_for.clear()
+        has_begun = bool(self._so_far)
+        before(self, layer)
+        if has_begun and adders[-1] is not current.stream:
+            seen.append(adders[-1] in current.stream.waited_for)
+        adders.append(current.stream)
+
+    before = Verdicts.add
+    monkeypatch.setattr(Verdicts, "add", add)
+    with adamw(model, updates="backward", k=0.0, max_grad_norm=1.0) as opt:
+        train(model, opt, range(2), square_loss)
+    assert seen and all(seen)
+
+
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_sums_of_two_streams_are_converted_each_on_its_own(
     where: Any, current: Current, monkeypatch: pytest.MonkeyPatch
@@ -388,6 +415,34 @@ def test_updates_wait_for_state_that_another_stream_has_awaited(
     model = perceptron()
     with adamw(model, policy="random") as opt:
         train_and_prepare(model, opt, 40, square_loss)
+    assert current.stream is first and seen and all(seen)
+
+
+def test_computing_waits_for_weights_that_another_stream_has_awaited(
+    current: Current, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offloaded weights come to stay. Under FSDP2, the stream that reduces gradients finishes the plan."""
+    first, second = current.streams
+    came, seen = dict[OffloadedBlock, Any](), list[bool]()
+
+    def finish(self: Handover, step: int) -> Any:
+        coming = [layer.block for layer in self._move.coming if layer.block is not None] if self._move else []
+        with current.use(second):
+            done = finish_before(self, step)
+        came.update({block: block.arrival for block in coming if block.arrival is not None})
+        return done
+
+    def enter(self: Offload, block: OffloadedBlock, inside_backward: bool) -> None:
+        enter_before(self, block, inside_backward)
+        if (arrival := came.pop(block, None)) is not None:
+            seen.append(arrival.done in current.stream.waited_for)
+
+    finish_before, enter_before = Handover.finish, Offload.enter
+    monkeypatch.setattr(Handover, "finish", finish)
+    monkeypatch.setattr(Offload, "enter", enter)
+    model = perceptron()
+    with adamw(model, policy="random", offload_weights="auto") as opt:
+        train_and_prepare(model, opt, 60, square_loss)
     assert current.stream is first and seen and all(seen)
 
 

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from hytrain.memory.capacity import Room
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes
 from hytrain.model.trained import TrainedLayer
 from hytrain.step import offload
+from hytrain.step.arenas import Arenas
 from hytrain.step.evictions import Evictions
 from protocol.placement import CPU, VISIT
 
@@ -104,6 +106,45 @@ def test_evictions_beside_all_placements_leave_the_bits(
                 opt._engine._handover.wait()
         assert evicted_bytes(opt)
         assert differing(state(opt) | weights(model), wanted) == []
+
+
+def test_what_was_saved_leaves_and_what_is_held_stays(budget: Budget) -> None:
+    """`torch.save` makes a wrapper of each storage, which stays as long as the storage does."""
+    model = perceptron()
+    with adamw(model, k=1.0) as opt:
+        make_ready(opt)
+        train(model, opt, range(2), square_loss)
+        torch.save(opt.state_dict(), BytesIO())
+        train(model, opt, [2], square_loss)
+        held = opt.state_dict()["state"][0]["exp_avg"].untyped_storage()
+        train(model, opt, [3], square_loss)
+        before, layers = budget.evictions, opt._session.layers
+        for _ in layers:
+            budget.press()
+        assert budget.evictions - before == len(layers) - 1 and held.nbytes()
+
+
+def test_no_memory_is_kept_for_a_layer_that_leaves_while_it_is_made(
+    budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = list[TrainedLayer]()
+
+    def made(self: Arenas, layer: TrainedLayer, *, gently: bool) -> ArenaPlanes:
+        arena = before(self, layer, gently=gently)
+        if gently and not left:
+            left.append(layer)
+            opt._engine.evictions.evict(1 << 40, "a batch")
+        return arena
+
+    model = perceptron()
+    with adamw(model, k=1.0) as opt:
+        train(model, opt, range(2), square_loss)
+        before = Arenas._made
+        monkeypatch.setattr(Arenas, "_made", made)
+        make_ready(opt)
+        (layer,) = left
+        assert not isinstance(layer.holds, DevicePlanes)
+        assert opt._engine._handover.arenas.kept(layer) is None
 
 
 def test_who_asks_while_an_eviction_is_noted_waits_for_that(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
