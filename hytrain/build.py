@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.checks import Groups
-from hytrain.config import Cluster, serves_allocator
+from hytrain.config import serves_allocator
 from hytrain.errors import BackendUnavailable, UnsupportedError
 from hytrain.kernels import choice
 from hytrain.kernels.backend import Backend
@@ -222,7 +222,7 @@ class Build:
         there = [*site.model.parameters(), *site.model.buffers()]
         free = host_free(None, site.device, len(site.ranks.node))  # a stated limit is one for planes
         activations = Activations(self.transfers, site.device, there, free) if options.offload_activations else None
-        rank = site.place.rank
+        rank, at = site.place.rank, {"socket_dir": cluster.socket_dir, "token": cluster.token}
         return Engine(
             self.layers,
             self.parameters,
@@ -243,7 +243,7 @@ class Build:
             activations=activations,
             blocks=self.blocks,
             is_stage=site.stage is not None,
-            lending=Lending(self.parameters, self.transfers, partial(_lender, cluster, rank)),
+            lending=Lending(self.parameters, self.transfers, lambda of: Lender(of, **at, rank=rank).close),
             trace=TraceWriter(cluster.run_dir, link.address, EVERY_STEP if cluster.trace else NO_STEP),
             updater=f"optimizer-{rank} (process {cluster.optimizer_pids[rank]})",
             hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,
@@ -323,18 +323,13 @@ class Build:
         if known is None:
             planned.parameter.data.copy_(values)
         else:
-            engine.begin_with(known, values)
+            engine.masters.begin_with(known, values)
 
     def end_beginning(self) -> None:
         """All first values are where they belong."""
         self._site.first.clear()
         for segment in (segment for layer in self.layers for segment in layer.segments):
             segment.first = None
-
-
-def _lender(cluster: Cluster, rank: int, lending: Lending) -> Callable[[], None]:
-    """Open the door at which other processes ask for weights. Returns what closes it."""
-    return Lender(lending, socket_dir=cluster.socket_dir, token=cluster.token, rank=rank).close
 
 
 def _reclaim_library(device: torch.device) -> ctypes.CDLL | None:

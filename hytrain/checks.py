@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -81,15 +81,6 @@ def check_model(model: nn.Module) -> torch.device:
             "hytrain.deferred_init, not torch.device('meta'))"
         )
     return next(iter(devices))
-
-
-def check_free(parameters: Iterable[Tensor], taken: Container[int]) -> None:
-    """Raise `UnsupportedError` if another optimizer trains one of these."""
-    if any(id(parameter) in taken for parameter in parameters):
-        raise UnsupportedError(
-            "another optimizer of HyTrain trains some of these parameters: give each parameter to one optimizer; or "
-            "close() that one"
-        )
 
 
 def groups_for_torch(model: nn.Module | None, param_groups: ParamsT | None) -> list[dict[str, Any]]:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from hytrain.build import Build, Site
-from hytrain.checks import Groups, check_free, check_model
-from hytrain.errors import UsageError
+from hytrain.checks import Groups, check_model
+from hytrain.errors import UnsupportedError, UsageError
 from hytrain.memory.arena import allow_descriptors
 from hytrain.memory.capacity import gpu_memory
 from hytrain.model import fsdp, hooks
@@ -218,7 +218,12 @@ class Session(Site):
 
     def require_free(self, parameters: list[Tensor]) -> None:
         """Raise `UnsupportedError` if another session trains one of these."""
-        check_free(parameters, set(_managed) - self._own())
+        taken = set(_managed) - self._own()
+        if any(id(parameter) in taken for parameter in parameters):
+            raise UnsupportedError(
+                "another optimizer of HyTrain trains some of these parameters: give each parameter to one optimizer; "
+                "or close() that one"
+            )
 
     def require_all_seen(self) -> None:
         """Raise `UsageError` if an unfrozen parameter got a gradient, but the model was not called since it was."""
@@ -266,7 +271,6 @@ class Session(Site):
         if self.engine.verdicts.loss_scale is not None:
             self.engine.verdicts.loss_scale.load(loss_scale)
         self.restored(steps)
-        self.engine.state_was_loaded()
 
     def limit_memory(self, *, gpu: int | None, host: int | None) -> None:
         """Plan with at most so many bytes from the next plan on. The ranks of the machine share what the host has."""
@@ -275,9 +279,13 @@ class Session(Site):
                 self._link.post("coordinator", Command(name=f"{name}_memory_limit", value=str(nbytes)))
 
     def restored(self, steps: int) -> None:
-        """The state of a run after `steps` steps was loaded: go on with its count."""
+        """The state of a run after `steps` steps was loaded: go on with its count.
+
+        It included remainders, which belong to weights that are loaded before the next step.
+        """
         self.engine.steps = self.engine.statistics.step = steps
         self._numbers.restored(steps)
+        self.engine.masters.state_was_loaded = True
 
     def processes(self) -> list[tuple[str, int, list[int]]]:
         optimizer = self.place.cluster.optimizer_pids[self.place.rank]
@@ -324,10 +332,6 @@ class Session(Site):
     def end_in_child(self) -> None:
         if self.engine.end_in_child():
             self._unhook()
-
-
-def managed() -> set[int]:
-    return set(_managed)
 
 
 def _cores(pid: int) -> list[int]:

@@ -120,12 +120,8 @@ def is_plain(tensor: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one contiguous range of memory, each once, in any order."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def flat(tensor: Tensor) -> Tensor:
@@ -191,11 +187,6 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
     kind = getattr(sys.modules.get(_OF_DTENSORS), "DTensor", ())
     with torch._C.DisableTorchFunctionSubclass():
         return [version(tensor) if isinstance(tensor, kind) else tensor._version for tensor in tensors]
-
-
-def same_address(one: Tensor, other: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return local(one).data_ptr() == local(other).data_ptr()
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ each gradient.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -43,3 +44,15 @@ def undecorated(method: Any) -> Any:
 
 def _skip(function: Any, *, inside: Any) -> None:
     _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(_SKIP, inside))
+
+
+class Weakly:
+    """A hook that calls a method, first with what is `given`, and does not keep the method's object."""
+
+    def __init__(self, method: Callable[..., object], *given: Any) -> None:
+        self._method, self._given = weakref.WeakMethod(method), given
+
+    @uncompiled
+    def __call__(self, *args: Any) -> None:
+        if (method := self._method()) is not None:
+            method(*self._given, *args)

@@ -266,18 +266,15 @@ class Weights(Mapping[str, Tensor]):
         give(model, trained, others, who="load_into(): what has made this")
 
     def _pin(self, transfers: Transfers) -> None:
-        """Register the pages that have tensors. Where CUDA refuses, copies are slower."""
-        try:
-            for number, mapping in self._mappings.items():
-                if (ranges := self._ranges(number)) != self._pinned.get(number):
-                    self._unpin(number)
-                    self._pinned[number] = pinned = []
-                    for start, nbytes in ranges:
-                        with mapping.writable(start, nbytes):
-                            transfers.pin(mapping.address + start, nbytes)
-                        pinned.append((start, nbytes))
-        except CapacityError as error:
-            _log.warning("lent weights are copied to the GPU more slowly: %s", error)
+        """Register the pages that have tensors."""
+        for number, mapping in self._mappings.items():
+            if (ranges := self._ranges(number)) != self._pinned.get(number):
+                self._unpin(number)
+                self._pinned[number] = pinned = []
+                for start, nbytes in ranges:
+                    with mapping.writable(start, nbytes):
+                        transfers.pin(mapping.address + start, nbytes)
+                    pinned.append((start, nbytes))
 
     def _ranges(self, number: int) -> list[tuple[int, int]]:
         """The pages of a memory that have tensors, as ranges with a gap between any two."""

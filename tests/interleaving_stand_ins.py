@@ -315,8 +315,7 @@ class Link:
     def _send(self) -> None:
         to, what, _ = self._jobs.popleft()
         if isinstance(what, Draft):
-            assert self.listener is not None
-            what = self.listener.on_departure(what)
+            what = what.message()
         self._world.send("trainer", to, what)
 
     def _can_receive(self, sender: str) -> bool:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from interleaving_run import Run
-from interleaving_stand_ins import Coordinator, Mortal, Planner, Streams, Visits
+from interleaving_stand_ins import Coordinator, Link, Mortal, Planner, Streams, Visits
 from interleaving_world import Violation, World
 from variants import slow
 
@@ -27,7 +27,7 @@ from hytrain.model.lifecycle import Event, InvalidTransition, LayerLife, State
 from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
 from hytrain.step import handover
 from hytrain.step.boundary import Boundary
-from hytrain.step.gradient import RoundTrip
+from hytrain.step.gradient import Departure, RoundTrip
 from hytrain.step.handover import Handover
 from hytrain.step.offload import Offload
 from protocol import messages as m
@@ -146,13 +146,13 @@ def takes_over_the_first_bank(real: Any, queue: UpdateQueue, lid: int, banks: tu
     real(queue, lid, (0,) * len(banks))
 
 
-def copies_unasked(real: Any, trip: RoundTrip, draft: Any) -> m.Message:
+def copies_unasked(real: Any, link: Any) -> None:
     """The copy in follows right after GradReady, while the optimizer writes."""
-    message: m.Message = real(trip, draft)
-    if isinstance(message, m.GradReady):
-        banks = trip._layers[message.lid].arena.banks
-        trip.on_weights_ready(m.WeightsReady(step=message.step, lid=message.lid, banks=banks))
-    return message
+    _, what, _ = link._jobs[0]
+    real(link)
+    if isinstance(what, Departure):
+        lid, banks = what.layer.lid, what.layer.arena.banks
+        link.listener._trip.on_weights_ready(m.WeightsReady(step=what.step, lid=lid, banks=banks))
 
 
 def hears_once(real: Any, trip: RoundTrip, done: m.WeightsReady) -> None:
@@ -246,7 +246,7 @@ PLACED: Patch = (LayerLife, "place", refuses_no_placement)
 ANY_NUMBER: Patch = (Progress, "sent", nothing)
 UNJUDGED: list[Patch] = [ANY_NUMBER, (UpdateQueue, "tile_done", announces_unjudged)]
 TO_BEGIN: list[Patch] = [(Handover, "begin", reads_state_at_once), (Moving, "start", reads_state_once)]
-UNASKED: list[Patch] = [(RoundTrip, "on_departure", copies_unasked), (RoundTrip, "on_weights_ready", hears_once)]
+UNASKED: list[Patch] = [(Link, "_send", copies_unasked), (RoundTrip, "on_weights_ready", hears_once)]
 LEFTOVERS = "I1: an update on another's leftovers"
 
 

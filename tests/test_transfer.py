@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hytrain.memory.transfer import PIECE_BYTES, TURN_BYTES, CudaTransfers, cut, turns
+from hytrain.memory.transfer import PIECE_BYTES, TURN_BYTES, CudaTransfers, _pieces, cut, turns
 
 
 @given(st.integers(0, 10 * PIECE_BYTES), st.integers(1, 5 * PIECE_BYTES), st.data())
@@ -28,7 +28,7 @@ def test_turns_copy_everything_in_order_a_bit_at_a_time() -> None:
     sizes = (10, PIECE_BYTES + 10, 5, TURN_BYTES + PIECE_BYTES, PIECE_BYTES // 2, 7)
     sources = [torch.full((size,), 1 + index, dtype=torch.uint8) for index, size in enumerate(sizes)]
     copies = [(torch.zeros_like(source), source) for source in sources]
-    found = list(turns(copies))
+    found = list(turns(_pieces(copies)))
     assert all(sum(source.nbytes for _, source in turn) <= TURN_BYTES for turn in found)
     assert max(len(turn) for turn in found) > 1, "small ones share a turn"
     order = [int(source[0]) for turn in found for _, source in turn]

@@ -158,6 +158,7 @@ class SharedMemory:
                 raise OSError(error.errno, said(error)) from None
             fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_AND_GROW)
             self.mapping = Mapping(self.descriptor, nbytes)
+            self.memory = Memory(self.descriptor, nbytes)
         except BaseException:
             os.close(self.descriptor)
             raise
@@ -186,10 +187,6 @@ class HostArena(SharedMemory):
             file.close()
             raise
         return arena
-
-    @property
-    def address(self) -> int:
-        return self.mapping.address
 
 
 class ArenaFile:

@@ -51,12 +51,6 @@ class Room(NamedTuple):
         return max(self.usable - self.needed, 0)
 
 
-@cache
-def gpu_memory(device: torch.device) -> GpuMemory:
-    """That of a device, for all who plan with it."""
-    return GpuMemory(device)
-
-
 class GpuMemory:
     """What the GPU still has for optimizer state, as far as torch's allocator may take it.
 
@@ -202,6 +196,10 @@ class GpuMemory:
         cap = int(torch.cuda.get_per_process_memory_fraction(self._device) * total)
         cap = cap if self.limit is None else min(cap, self.limit)
         return min(free + torch.cuda.memory_reserved(self._device), cap), cap
+
+
+#: That of a device, for all who plan with it.
+gpu_memory: Final = cache(GpuMemory)
 
 
 def is_integrated(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate
 from typing import Final, NamedTuple, Protocol, Self
 
@@ -90,7 +90,7 @@ class Loan(Mapping[str, Lent]):
     def __init__(self, lending: Lending, step: int, lent: dict[str, Lent], copies: Copies) -> None:
         self.step, self.copies = step, copies
         self._lending, self._lent, self._pid = lending, lent, os.getpid()
-        self._kept: Kept | None = None
+        self._kept: SharedMemory | None = None
         in_arenas = {each.memory for each in lent.values()} - {copies.memory}
         self._descriptors = dict[Memory, int]()  # its own: a layer's arena is closed when the layer moves
         try:
@@ -117,8 +117,8 @@ class Loan(Mapping[str, Lent]):
         """Whether some of it lies where the next updates are going to write."""
         return bool(self._descriptors)
 
-    def keep(self, spare: Kept | None = None) -> tuple[list[Moved], Kept]:
-        """Copy what lies in arenas, into `spare` memory if that fits.
+    def keep(self, spare: SharedMemory | None = None) -> tuple[list[Moved], SharedMemory]:
+        """Copy what lies in arenas, into `spare` memory if that fits: new pages take longer than the copy.
 
         Raises `CapacityError` if host memory has no room; then nothing has changed.
         """
@@ -127,19 +127,20 @@ class Loan(Mapping[str, Lent]):
         kept = spare
         if spare is None or spare.memory.nbytes != nbytes:
             if spare is not None:
-                spare.shared.close()
+                spare.close()
             _require(
                 nbytes, "to keep the weights of a past step, which another process still uses, beside the new ones"
             )
-            kept = Kept.of(nbytes)
-        assert kept is not None, "it fits, or is new"
+            kept = None
         try:
+            kept = kept or SharedMemory("lent", nbytes)
             for each, at in zip(arenas, starts, strict=True):
                 shape, source = (each.nbytes - each.start,), ReadOnlyMapping(self._descriptors[each], each.nbytes)
-                into = view(kept.shared.mapping, at, torch.uint8, shape)
+                into = view(kept.mapping, at, torch.uint8, shape)
                 into.copy_(view(source, each.start, torch.uint8, shape))
         except OSError as error:
-            kept.shared.close()
+            if kept is not None:
+                kept.close()
             raise CapacityError(f"lent weights cannot be copied: {error}") from None
         at_of = dict(zip(arenas, starts, strict=True))
         for name, lent in self._lent.items():
@@ -156,7 +157,7 @@ class Loan(Mapping[str, Lent]):
             os.close(descriptor)
         self._descriptors = {}
 
-    def free(self) -> Kept | None:
+    def free(self) -> SharedMemory | None:
         """Nobody uses it any more. Returns memory that the next one can have."""
         self._close_descriptors()
         kept, self._kept = self._kept, None
@@ -174,30 +175,16 @@ class Loan(Mapping[str, Lent]):
         self.close()
 
 
-class Kept(NamedTuple):
-    """Memory for weights that are about to be written: new pages take longer than the copy."""
-
-    shared: SharedMemory
-    memory: Memory
-
-    @classmethod
-    def of(cls, nbytes: int) -> Self:
-        try:
-            shared = SharedMemory("lent", nbytes)
-        except OSError as error:
-            raise CapacityError(f"lent weights cannot be copied: {error}") from None
-        return cls(shared, Memory(shared.descriptor, nbytes))
-
-
 class Copies:
     """Memory with room for each of `like`. Each begins on a page, and takes memory once it is `written`."""
 
     def __init__(self, like: Sequence[Form], transfers: Transfers) -> None:
         self.like, self._transfers = like, transfers
-        self.offsets, nbytes = spread(like)
+        *self.offsets, nbytes = accumulate(map(_in_pages, like), initial=0)
         self._shared = SharedMemory("weights", max(nbytes, PAGE_BYTES))
         self.memory = Memory(self._shared.descriptor, nbytes)
-        self._views = views(self._shared.mapping, self.offsets, like)
+        mapping = self._shared.mapping
+        self._views = [view(mapping, at, each.dtype, each.shape) for at, each in zip(self.offsets, like, strict=True)]
         self.written, self._pinned = set[int](), set[int]()
 
     def write(self, values: Mapping[int, Tensor]) -> None:
@@ -246,7 +233,7 @@ class Lending:
         self._open: Loan | None = None
         self._in_use = list[Loan]()
         self._spare: Copies | None = None
-        self._spare_kept: Kept | None = None
+        self._spare_kept: SharedMemory | None = None
 
     def lend(self, step: int, tensors: Mapping[str, Tensor]) -> Loan:
         """Once all updates were waited for: a loan of the model's `tensors`, of which there are some by several names.
@@ -331,7 +318,7 @@ class Lending:
         if kept is not None:
             self._spare_kept, kept = kept, self._spare_kept
         if kept is not None:
-            kept.shared.close()
+            kept.close()
         if self._spare is not None:
             self._spare.close()
         self._spare = copies
@@ -384,7 +371,7 @@ class Lending:
                 self._spare.close()
                 self._spare = None
             if self._spare_kept is not None:
-                self._spare_kept.shared.close()
+                self._spare_kept.close()
                 self._spare_kept = None
 
 
@@ -409,21 +396,8 @@ def _require(nbytes: int, why: str) -> None:
         raise CapacityError(f"{gib(nbytes)} of host memory are needed {why}, and {gib(free)} are free")
 
 
-def _in_pages(like: Form | Tensor) -> int:
+def _in_pages(like: Form) -> int:
     return -(-math.prod(like.shape) * like.dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
-
-
-def spread(like: Iterable[Form | Tensor]) -> tuple[list[int], int]:
-    """Where each of them begins, in bytes, if each has pages of its own; and where the last one ends."""
-    *offsets, end = accumulate(map(_in_pages, like), initial=0)
-    return offsets, end
-
-
-def views(
-    mapping: arena.Mapping, offsets: Iterable[int], like: Iterable[Form | Tensor], start: int = 0
-) -> list[Tensor]:
-    """Tensors in a mapping, with the shapes and dtypes of `like`, each at its offset from `start`, in bytes."""
-    return [view(mapping, start + at, each.dtype, each.shape) for at, each in zip(offsets, like, strict=True)]
 
 
 def view(mapping: arena.Mapping, at: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:

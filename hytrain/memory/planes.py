@@ -51,7 +51,7 @@ class ArenaPlanes:
 
         `is_own`: this process has made it, so that no plane has pages yet.
         """
-        self._file, self._transfers, self._is_own = file, transfers, is_own
+        self.file, self._transfers, self._is_own = file, transfers, is_own
         self._pinned, self._pinning = set[str](), threading.Lock()  # a handover pins on its own thread
         layout = file.layout
         grads, shared, end = layout.plane_nbytes["grads"], layout.shared_nbytes, layout.nbytes
@@ -70,10 +70,6 @@ class ArenaPlanes:
         self.banks = (0,) * len(layout.handles["grads"])
 
     @property
-    def file(self) -> ArenaFile:
-        return self._file
-
-    @property
     def banks(self) -> tuple[int, ...]:
         return self._banks
 
@@ -84,7 +80,7 @@ class ArenaPlanes:
 
     def weights_offset(self, index: int) -> int:
         """Where the current weights of segment `index` begin in the file, in bytes."""
-        handle = self._file.layout.handles[bank_plane("weights", self.banks[index])][index]
+        handle = self.file.layout.handles[bank_plane("weights", self.banks[index])][index]
         assert handle is not None, "each segment has weights"
         return handle.offset
 
@@ -98,7 +94,7 @@ class ArenaPlanes:
         """One segment of a state plane."""
         bank = bank_plane(plane, self.banks[index])
         if (bank, index) not in self._parts:
-            self._parts[bank, index] = self._view(self._file.layout.handles[bank][index])
+            self._parts[bank, index] = self._view(self.file.layout.handles[bank][index])
         return self._parts[bank, index]
 
     def hold_gradients(self, *, gently: bool = True) -> None:
@@ -108,7 +104,7 @@ class ArenaPlanes:
     def drop_gradients(self) -> None:
         """Free the memory of `grads`. The last update from it must be over."""
         if self._unpin("grads"):
-            free_pages(self._file.descriptor, *self._ranges["grads"])
+            free_pages(self.file.descriptor, *self._ranges["grads"])
 
     def pin_state(self, *, gently: bool = True) -> None:
         """Pin the state planes, for a handover or for visits, so that they are copied at the link's full speed."""
@@ -145,7 +141,7 @@ class ArenaPlanes:
         self._parts.clear()
         self._states.clear()
         if not is_viewed:
-            free_pages(self._file.descriptor, *self._ranges["state"])
+            free_pages(self.file.descriptor, *self._ranges["state"])
 
     def close(self) -> None:
         """Unpin and release the mapping. Its pages stay as long as a view exists."""
@@ -154,10 +150,10 @@ class ArenaPlanes:
         self._parts.clear()
         del self._mapping
         self.grads, self._weights, self.banks = [], [], ()
-        self._file.close()
+        self.file.close()
 
     def _views(self, plane: str) -> list[Tensor]:
-        found = map(self._view, self._file.layout.handles[plane])
+        found = map(self._view, self.file.layout.handles[plane])
         return [view for view in found if view is not None]
 
     def _view(self, handle: TensorHandle | None) -> Tensor | None:

@@ -19,13 +19,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from types import NoneType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
 from hytrain.memory.clock import CudaClock, HostClock, Span, Stream, current_stream
 from hytrain.readable import gib
 from hytrain.tensors import address, addresses, allocate, count_write, free
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -263,7 +265,7 @@ class CudaTransfers:
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
         """Copy updated planes into parameters. Kernels that read the old weights came before the gradient's copy."""
         self.traffic.to_device(copies)
-        made = [self._copy(_next(self._in), turn) for turn in turns(copies)] or [self._copy(self._in[0], ())]
+        made = [self._copy(_next(self._in), turn) for turn in turns(_pieces(copies))] or [self._copy(self._in[0], ())]
         (began, _), (_, ended) = made[0].span, made[-1].span
         for earlier, later in pairwise(made):
             self.clock.recycle((earlier.span[1], later.span[0]))
@@ -436,16 +438,16 @@ def _pieces(copies: Iterable[Copy]) -> Iterator[Copy]:
         yield from zip(into.split(numels), source.split(numels), strict=True)
 
 
-def turns(copies: Iterable[Copy]) -> Iterator[list[Copy]]:
-    """In the same order, at most `TURN_BYTES` at a time."""
-    turn: list[Copy] = []
+def turns(pairs: Iterable[tuple[T, torch.Tensor]]) -> Iterator[list[tuple[T, torch.Tensor]]]:
+    """In the same order, pairs whose tensors have at most `TURN_BYTES` at a time, or one that has more."""
+    turn: list[tuple[T, torch.Tensor]] = []
     nbytes = 0
-    for piece in _pieces(copies):
-        nbytes += piece[1].nbytes
+    for pair in pairs:
+        nbytes += pair[1].nbytes
         if nbytes > TURN_BYTES and turn:
             yield turn
-            turn, nbytes = [], piece[1].nbytes
-        turn.append(piece)
+            turn, nbytes = [], pair[1].nbytes
+        turn.append(pair)
     if turn:
         yield turn
 

@@ -94,11 +94,6 @@ class ConsumedGradient(torch.Tensor):
         made.find = find
         return made
 
-    def __init__(
-        self, parameter: torch.Tensor, find: Callable[[ConsumedGradient], torch.Tensor | None], **options: Any
-    ) -> None:
-        super().__init__()
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

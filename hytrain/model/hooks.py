@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections import OrderedDict, UserDict
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
@@ -60,10 +60,11 @@ _SCRIPTED: Final = (
 
 
 class _Hook(Generic[T]):
-    """A callable with a weak reference to its target. Its copies have no target."""
+    """A callable with a weak reference to its target, and what it is `given` besides. Its copies have neither."""
 
-    def __init__(self, target: T | None) -> None:
+    def __init__(self, target: T | None, given: Any = None) -> None:
         self._target = weakref.ref(target) if target is not None else None
+        self._given = given
 
     def release(self) -> None:
         """Do nothing from now on, even if the module is already running its hooks."""
@@ -105,9 +106,7 @@ _ENCODERS: Final = (nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 class _GateHook(_Hook["Reads"]):
-    def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
-        super().__init__(reads)
-        self._gate = gate
+    """`given` is the gate."""
 
     def _vanishes(self, module: nn.Module) -> bool:
         """The compiler traces a call of the hook: whether its graph can do without.
@@ -119,7 +118,7 @@ class _GateHook(_Hook["Reads"]):
     @constant_when_traced
     def _is_hoisted(self) -> bool:
         reads = self.target
-        return reads is None or self._gate is None or reads.hoist(self._gate)
+        return reads is None or reads.hoist(self._given)
 
 
 class BeforeForward(_GateHook):
@@ -129,10 +128,9 @@ class BeforeForward(_GateHook):
 
     @uncompiled
     def _enter(self, module: nn.Module) -> None:
-        reads = self.target
-        if reads is None or self._gate is None:
+        if (reads := self.target) is None:
             return
-        reads.enter(self._gate)
+        reads.enter(self._given)
         if isinstance(module, nn.TransformerEncoderLayer) and not module.training:
             for name in _FORWARD:
                 hooks = getattr(module, name)
@@ -154,8 +152,8 @@ class OnGather(_GateHook):
     backward, and drops the result. So shards that the same backward has updated may be gathered, but not used.
     """
 
-    def __init__(self, reads: Reads | None, gate: Gate | None = None) -> None:
-        super().__init__(reads, gate)
+    def __init__(self, reads: Reads | None, given: Gate | None = None) -> None:
+        super().__init__(reads, given)
         self._again: TrainedLayer | None = None
         self._gathered: Callable[[], None] | None = None
         self._waited: Waited | None = None  # for updates, in a training step's forward
@@ -164,21 +162,14 @@ class OnGather(_GateHook):
     @uncompiled
     def before_gather(self, modules: Stream) -> None:
         """On the stream that reads the shards, for modules on another one."""
-        reads = self.target
-        if reads is None or self._gate is None:
-            return
-        self._again = reads.updated_in_this_backward(self._gate)
-        if self._again is None:
-            self._waited = reads.before_gather(self._gate, modules)
-            self._gathered = reads.gathering(self._gate)
-        else:
-            reads.gather_again(self._gate)
+        if (reads := self.target) is not None:
+            self._again, self._waited, self._gathered = reads.before_gather(self._given, modules)
 
     @uncompiled
     def after_read(self) -> None:
         """The stream that reads the shards has copied them."""
-        if (reads := self.target) is not None and self._gate is not None:
-            reads.after_reading(self._gate)
+        if (reads := self.target) is not None:
+            reads.after_reading(self._given)
 
     @uncompiled
     def after_gather(self) -> None:
@@ -201,8 +192,8 @@ class OnGather(_GateHook):
     def after_use(self) -> None:
         """Before they compute with it."""
         reads, waited, self._waited = self.target, self._waited, None
-        if reads is not None and self._gate is not None and waited is not None:
-            reads.use_gathered(self._gate, self._arrived, waited)
+        if reads is not None and waited is not None:
+            reads.use_gathered(self._given, self._arrived, waited)
 
 
 class AfterForward(_GateHook):
@@ -218,9 +209,8 @@ class AfterForward(_GateHook):
             for name in _FORWARD:
                 hooks = getattr(module, name)
                 setattr(module, name, hooks.data if isinstance(hooks, _Uncounted) else hooks)
-        reads = self.target
-        if reads is not None and self._gate is not None:
-            reads.leave(self._gate, output)
+        if (reads := self.target) is not None:
+            reads.leave(self._given, output)
 
 
 # Compiled code that calls a module has them traced. The compiler makes no code of them alone, where none calls it.
@@ -229,16 +219,12 @@ for _hook in (BeforeForward, BeforeEvaluation, AfterForward):
 
 
 class _Calls(_Hook[Any]):
-    """Calls a function with its target, and with what the hook gets."""
-
-    def __init__(self, target: Any, call: Callable[..., object] = lambda *args: None) -> None:
-        super().__init__(target)
-        self._call = call
+    """Calls the `given` function with its target, and with what the hook gets."""
 
     @uncompiled
     def __call__(self, *args: Any) -> None:
         if (target := self.target) is not None:
-            self._call(target, *args)
+            self._given(target, *args)
 
 
 class BeforeUse(_Hook["Uses"]):
@@ -258,15 +244,12 @@ class BeforeUse(_Hook["Uses"]):
 
 
 class OnGradient(_Hook["Backward"]):
-    def __init__(self, backward: Backward | None, parameter: TrainedParameter | None = None) -> None:
-        super().__init__(backward)
-        self._parameter = parameter
+    """`given` is the parameter."""
 
     @uncompiled
     def __call__(self, tensor: torch.Tensor) -> None:
-        backward = self.target
-        if backward is not None and self._parameter is not None:
-            backward.on_gradient(self._parameter, tensor)
+        if (backward := self.target) is not None:
+            backward.on_gradient(self._given, tensor)
 
 
 def _before_root(engine: Engine, module: nn.Module, *inputs: Any) -> None:
@@ -348,25 +331,17 @@ def attach(
     codes = getattr(getattr(compiler, "convert_frame", None), "input_codes", None)
     if compiler is not None and (codes is None or codes.seen):  # on a GPU, reset() imports Inductor: seconds
         torch.compiler.reset()  # code compiled before would call only the hooks of that time
-    hooks: list[_Hook[Any]] = []
-    handles: list[RemovableHandle] = []
-    left_out: list[Callable[[], None]] = []
-
-    def detach() -> None:
-        for take_back in left_out:
-            take_back()
-        for hook in hooks:
-            hook.release()
-        for handle in handles:
-            handle.remove()
-        for known in parameters:
-            known.release()
+    ours = set[int]()
 
     def hang(register: Callable[..., RemovableHandle], hook: _Hook[Any], **options: Any) -> None:
-        hooks.append(hook)
-        handles.append(register(hook, **options))
+        handle = register(hook, **options)
+        undo.callback(handle.remove)
+        undo.callback(hook.release)
+        ours.add(handle.id)
 
-    try:
+    with ExitStack() as undo:
+        for known in parameters:
+            undo.callback(known.release)
         # Before the user's own pre-hooks, which may compute with weights (pruning, weight norm). The root's runs first.
         for reader, gate in gates:
             if isinstance(reader, nn.Module):
@@ -386,7 +361,8 @@ def attach(
             hang(root.register_forward_hook, _Calls(engine, _after_root), always_call=True)
         for known in parameters:
             hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine.backward, known))
-        hooks.append(before_use := BeforeUse(engine.uses))
+        before_use = BeforeUse(engine.uses)
+        undo.callback(before_use.release)
         watched = {kind: watched_class(kind, before_use) for kind in {type(known.parameter) for known in parameters}}
         for known in parameters:
             known.watch_with(watched[type(known.parameter)])
@@ -394,8 +370,5 @@ def attach(
         for module in modules:
             hang(module.register_state_dict_pre_hook, _Calls(engine, lambda engine, *_: engine.synchronize()))
             hang(module.register_load_state_dict_pre_hook, _Calls(engine, _before_loading))
-        left_out.append(_leave_out(model, {handle.id for handle in handles}))
-    except BaseException:
-        detach()
-        raise
-    return detach
+        undo.callback(_leave_out(model, ours))
+        return undo.pop_all().close

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hytrain.uncompiled import uncompiled
+from hytrain.uncompiled import Weakly
 
 #: torch's compiler says so of each hook like this one.
 _CALLED_TWICE: Final = r"Using `torch\.compile\(module\)` when there are global hooks on modules"
@@ -36,7 +36,7 @@ class Search:
         self._parts: list[nn.Module] = []
         self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         warnings.filterwarnings("ignore", _CALLED_TWICE)
-        self.end = register_module_forward_pre_hook(_BeforeForward(self)).remove
+        self.end = register_module_forward_pre_hook(Weakly(self.enter)).remove
 
     def enter(self, module: nn.Module, args: Any) -> None:
         wanted, found = self._wanted(), self._found()
@@ -60,15 +60,3 @@ class Search:
         """The modules that were entered and have some of the parameters, none of them inside another one."""
         inner = {id(module) for part in self._parts for module in part.modules() if module is not part}
         return [part for part in self._parts if id(part) not in inner]
-
-
-class _BeforeForward:
-    """A hook of all modules. torch keeps it, and it keeps nothing."""
-
-    def __init__(self, search: Search) -> None:
-        self._search = weakref.ref(search)
-
-    @uncompiled
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        if (search := self._search()) is not None:
-            search.enter(module, args)

@@ -75,9 +75,6 @@ class SummedGradient(Tensor):
         made._total = total
         return made
 
-    def __init__(self, total: Sum, like: Tensor) -> None:
-        super().__init__()
-
     @classmethod
     @uncompiled
     def __torch_dispatch__(  # type: ignore[override]

@@ -39,7 +39,6 @@ from hytrain.tensors import (
     laid_out,
     local,
     local_like,
-    same_address,
     shaped,
     version,
     versions,
@@ -170,7 +169,7 @@ class TrainedParameter:
     @property
     def is_in_place(self) -> bool:
         """Whether the parameter still has the storage that HyTrain writes, which `share_memory_()` may have moved."""
-        return self.is_gone or same_address(self.parameter, self.own)
+        return self.is_gone or address(self.parameter) == address(self.own)
 
     def follow(self) -> None:
         """Train the parameter in the storage that it has now. For autograd this is no write."""

@@ -1,6 +1,6 @@
 """The trainer's two I/O threads, so that forward and backward do not wait for messages or copies out.
 
-    sender     post() ──queue──▶ wait for the copy's event, if one is given ──▶ the listener's on_departure ──▶ outbox
+    sender     post() ──queue──▶ wait for the copy's event, if one is given ──▶ a draft's message ──▶ outbox
     receiver   inbox, deaths ──▶ the listener's on_message, on_failure
 
 Each socket belongs to one thread, which closes it at its end; the last one closes ZeroMQ's context. The garbage
@@ -61,12 +61,13 @@ class Draft:
 
     __slots__ = ()
 
+    def message(self) -> m.Message:
+        """Called on the sender thread."""
+        raise NotImplementedError
+
 
 class Listener(Protocol):
     """Receives the link's events, on the link's threads."""
-
-    def on_departure(self, draft: Draft) -> m.Message:
-        """The draft's copy has finished: return the message to send."""
 
     def on_message(self, message: m.Message) -> None: ...
 
@@ -229,7 +230,7 @@ class Link:
         self.post("coordinator", self._ready)
 
     def post(self, to: str, what: m.Message | Draft, *, after: Transfer | None = None) -> None:
-        """Send a message to role `to` once `after` has finished. A draft is turned into one by `on_departure`."""
+        """Send a message to role `to` once `after` has finished. A draft is turned into one then."""
         if to == "coordinator":
             self._unrecorded.flush()
         if isinstance(what, m.TrainerReport):
@@ -342,7 +343,7 @@ class Link:
             while (job := self._jobs.get()) is not None:
                 if job.after is not None:
                     job.after.synchronize()
-                message = listener.on_departure(job.what) if isinstance(job.what, Draft) else job.what
+                message = job.what.message() if isinstance(job.what, Draft) else job.what
                 try:
                     self._outboxes[job.to].send(message)
                 except PeerNotReading as full:

@@ -32,11 +32,6 @@ _log = logging.getLogger(__name__)
 SENT_AS: Final = {torch.int16: torch.int32}
 
 
-def _step(count: int) -> Tensor:
-    """The step count as torch stores it, for any default dtype and device."""
-    return torch.tensor(float(count), dtype=torch.float32, device="cpu")
-
-
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
     """Where all of an optimizer's state is, while the engine has exposed it."""
@@ -79,7 +74,8 @@ def state_dict(of: OptimizerState) -> dict[str, Any]:
                 plane: distributed(part.to(SENT_AS.get(part.dtype, part.dtype)), parameter)
                 for plane, part in parts.items()
             }
-        state[index[id(parameter)]] = {"step": _step(count), **parts}
+        step = torch.tensor(float(count), dtype=torch.float32, device="cpu")  # as torch has it, whatever its defaults
+        state[index[id(parameter)]] = {"step": step, **parts}
     return {"state": dict(sorted(state.items())), "param_groups": packed}
 
 

@@ -100,7 +100,6 @@ class SavedOptimizer(torch.optim.Optimizer):
             self._loaded = steps, state_dict["param_groups"][0].get("loss_scale")
         else:
             self._session.restored(steps)
-            self._engine.state_was_loaded()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -198,4 +197,3 @@ class SavedOptimizer(torch.optim.Optimizer):
             return
         named = dict(self._model.named_parameters())
         self._session.restored(folders.load(Path(folder), self._state("opt.load()"), named, self._import_for_loading))
-        self._engine.state_was_loaded()

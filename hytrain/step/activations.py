@@ -247,7 +247,7 @@ class Activations:
         group.streams.add(self._transfers.stream())
         group.departure = self._transfers.activations_out(copies)
         self._sent.append(weakref.ref(group))
-        self._leaving.append((group, sum(map(_nbytes, whole))))
+        self._leaving.append((group, sum([source.nbytes for source in whole])))
         while len(self._leaving) > 1 and sum(nbytes for _, nbytes in self._leaving) > WINDOW_BYTES:
             self._free_first()
 
@@ -296,7 +296,7 @@ class Activations:
         Raises RuntimeError if the tensor was written, `UsageError` if the optimizer is closed.
         """
         with self._lock:
-            group, task = saved.activation.group, _task()
+            group, task = saved.activation.group, torch._C._current_graph_task_id()  # -1 outside of any backward
             tensor = saved.tensor()
             if tensor is None:
                 tensor = self._fetched(saved, task)
@@ -376,12 +376,3 @@ def _source(activation: _Activation) -> Tensor | None:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.nbytes
-
-
-def _task() -> int:
-    """The number of the backward that runs on this thread; -1 without one."""
-    return int(torch._C._current_graph_task_id())

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from hytrain.errors import CapacityError
-from hytrain.memory.arena import ArenaFile, made_arena
+from hytrain.memory.arena import made_arena
 from hytrain.memory.capacity import host_bound
 from hytrain.memory.host import available_bytes
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes
@@ -38,32 +38,28 @@ class Arenas:
         self.is_full = False  # the host has no more memory to make ready
 
     def asked_for(
-        self, layers: list[TrainedLayer], *, gently: bool = False, pins_state: bool = False
+        self, layers: list[TrainedLayer], *, gently: bool = False
     ) -> Iterator[tuple[TrainedLayer, ArenaPlanes | CapacityError]]:
-        """Ask the optimizer for arenas. Yields each layer when its arena is mapped and pinned, or if it cannot be."""
+        """Ask the optimizer for arenas. Yields each layer when its arena is mapped and pinned, or if it cannot be.
+
+        `gently`, while training goes on: state planes are pinned, too, since state is to be copied there.
+        """
         awaited = {layer.lid: layer for layer in layers}
         for layer in layers:
             self._link.post("optimizer", AllocatePlanes(lid=layer.lid))
         while awaited:
             answer = self._link.receive_arena({lid: layer.layout for lid, layer in awaited.items()})
-            if isinstance(answer, PlanesRefused):
-                layer = awaited.pop(answer.lid)
-                made: ArenaPlanes | CapacityError = CapacityError(f"no host memory for it: {answer.reason}")
-            else:
-                layer = awaited.pop(answer.layout.lid)
-                made = self._map(answer, gently=gently, pins_state=pins_state)
-            if isinstance(made, CapacityError):
+            layer = awaited.pop(answer.lid if isinstance(answer, PlanesRefused) else answer.layout.lid)
+            try:
+                if isinstance(answer, PlanesRefused):
+                    raise CapacityError(f"no host memory for it: {answer.reason}")
+                made: ArenaPlanes | CapacityError = (arena := ArenaPlanes(answer, self._transfers, gently=gently))
+                if gently:
+                    arena.pin_state()
+            except CapacityError as error:
+                made = error
                 self._link.post("optimizer", ReleasePlanes(lid=layer.lid))
             yield layer, made
-
-    def _map(self, file: ArenaFile, *, gently: bool, pins_state: bool) -> ArenaPlanes | CapacityError:
-        try:
-            arena = ArenaPlanes(file, self._transfers, gently=gently)
-        except CapacityError as error:
-            return error
-        if pins_state:
-            arena.pin_state()
-        return arena
 
     def keep(self, layer: TrainedLayer, arena: ArenaPlanes) -> None:
         """Its state is on the GPU, and may leave again: pinned memory for that takes long to make."""

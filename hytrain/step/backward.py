@@ -10,7 +10,7 @@ computed by another process, or reduced outside of autograd, as pipelines do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Final, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hytrain.errors import NonFiniteGradients, UsageError
 from hytrain.memory.clock import Stream
-from hytrain.memory.transfer import TURN_BYTES, Transfer
+from hytrain.memory.transfer import Transfer, turns
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.summed import summed
 from hytrain.model.trained import TrainedLayer, TrainedParameter, first_consumed, with_gradients
@@ -262,7 +262,7 @@ class Backward:
         self._health.check()
         given = zip(self._parameters, gradients, strict=True)
         with self._accumulation.held():
-            for turn in _turns([(parameter, gradient) for parameter, gradient in given if gradient is not None]):
+            for turn in turns([(parameter, gradient) for parameter, gradient in given if gradient is not None]):
                 # Copies, because a sum in float32 begins with the first gradient itself.
                 own = [torch.empty_like(gradient, device=parameter.own.device) for parameter, gradient in turn]
                 copies = [(copy.view(-1), gradient.view(-1)) for copy, (_, gradient) in zip(own, turn, strict=True)]
@@ -286,16 +286,3 @@ def _why_not(parameter: TrainedParameter, gradient: Tensor) -> str | None:
     if gradient.requires_grad:
         return "backward(create_graph=True) needs gradients that HyTrain has consumed"
     return None
-
-
-def _turns(given: Iterable[tuple[TrainedParameter, Tensor]]) -> Iterator[list[tuple[TrainedParameter, Tensor]]]:
-    """In the same order, gradients of at most `TURN_BYTES` at a time, or one that is larger."""
-    turn, nbytes = list[tuple[TrainedParameter, Tensor]](), 0
-    for parameter, gradient in given:
-        if turn and nbytes + gradient.nbytes > TURN_BYTES:
-            yield turn
-            turn, nbytes = [], 0
-        turn.append((parameter, gradient))
-        nbytes += gradient.nbytes
-    if turn:
-        yield turn

@@ -30,7 +30,7 @@ from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.offload import Offload
 from hytrain.tensors import has_memory, saves_with_other_hooks, version
-from hytrain.uncompiled import uncompiled
+from hytrain.uncompiled import Weakly, uncompiled
 
 _REPLAYED: Final = (
     "the block of {} is a CUDA graph, which reads weights where they were when it was made, so that they cannot be "
@@ -58,7 +58,7 @@ class Blocks:
             if gate.block.life.is_offloaded and not gate.block.is_gathered and _may_save_with_hooks():
                 self._save_with_hooks(gate)
 
-    def enter_backward(self, gate: Gate) -> None:
+    def enter_backward(self, gate: Gate, *_: Any) -> None:
         """The gate's module computes in backward, on the current stream. Not if it has been updated there already."""
         if self._trip.updated_in_this_backward(gate) is not None:
             return
@@ -103,7 +103,7 @@ class Blocks:
         if inside:
             return
         if saves:
-            again = _EnterBeforeBackward(self, gate)
+            again = Weakly(self.enter_backward, gate)  # its backward is likely to begin: weights come
             for tensor in returned:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(again)
@@ -200,19 +200,6 @@ def _packing(
         return saved.tensor
 
     return pack, unpack
-
-
-class _EnterBeforeBackward:
-    """A pre-hook of the nodes that made a module's output: its backward is likely to begin, so its weights come."""
-
-    def __init__(self, blocks: Blocks, gate: Gate) -> None:
-        self._blocks, self._gate = weakref.ref(blocks), gate
-
-    @uncompiled
-    def __call__(self, gradients: tuple[Tensor, ...]) -> None:
-        blocks = self._blocks()
-        if blocks is not None:
-            blocks.enter_backward(self._gate)
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -195,7 +195,7 @@ class Boundary:
     def park(self, step: int) -> None:
         """Nothing moves from now on. What is prepared for a plan moves first: nobody else gets its memory back."""
         self._handover.park()
-        if self._handover.is_prepared and not self.is_moving:
+        if self._handover.is_prepared and not self._handover.is_begun:
             with self._health.undivided("a handover of layers"):
                 self._handover.begin(step)
         self.finish_plan(step)
@@ -207,14 +207,9 @@ class Boundary:
         if self._plans.holds and self._plans.plan is not None:
             self._handover.prepare(self._plans.plan)
 
-    @property
-    def is_moving(self) -> bool:
-        """Whether handovers have begun that are to finish."""
-        return self._handover.is_begun
-
     def finish_plan(self, step: int) -> None:
         """Finish the handovers that `begin_plan` began, before the first gradient of `step`."""
-        if not self.is_moving:
+        if not self._handover.is_begun:
             return
         began_s = time.monotonic()
         self._accumulation.leave_planes(self._parameters)

@@ -201,9 +201,6 @@ class Commit:
             self._device.end_step(self._read_groups)
         return True
 
-    def close(self) -> None:
-        self._kept.close()
-
 
 def _were_set(before: tuple[Hyper, ...], now: tuple[Hyper, ...]) -> bool:
     """Whether a hyperparameter is another object than before: set anew, perhaps to the value that it had."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,17 @@ from hytrain.step.shared import SharedMatrices
 from protocol.handles import STATE_PLANES
 from protocol.rules import Hyper
 from protocol.visiting import Turn, put_off
+
+
+class _Update(NamedTuple):
+    """Of a layer. `scale` is the gradients' factor for scalars, `verdict` the one for a GPU's kernels."""
+
+    layer: TrainedLayer
+    counts: tuple[int, ...]
+    gradients: dict[int, Tensor]
+    directions: dict[int, Tensor]
+    scale: float
+    verdict: Tensor | None
 
 
 class DeviceUpdates:
@@ -110,7 +121,7 @@ class DeviceUpdates:
             for index, gradient in gradients.items()
             if layer.segments[index].spec.is_shared
         }
-        kind, span = self._pass(layer, counts, gradients, directions, scale, verdict)
+        kind, span = self._pass(_Update(layer, counts, gradients, directions, scale, verdict))
         self._meter.span(kind, layer.lid, step, span)
         if directions:
             assert self._shared is not None, "who shares matrices was agreed on"
@@ -123,36 +134,21 @@ class DeviceUpdates:
             return
         for parts in self._shared.orthogonalize(read_groups()):
             for layer, (counts, of) in parts.items():
-                _, span = self._pass(layer, counts, of, {}, scale, verdict)
+                _, span = self._pass(_Update(layer, counts, of, {}, scale, verdict))
                 self._transfers.clock.recycle(span)
                 self._visits.make_room()
 
-    def _pass(
-        self,
-        layer: TrainedLayer,
-        counts: tuple[int, ...],
-        gradients: dict[int, Tensor],
-        directions: dict[int, Tensor],
-        *scale: Any,
-    ) -> tuple[str, Span]:
+    def _pass(self, made: _Update) -> tuple[str, Span]:
         """Where the state is may have changed since the update was held, or since the first pass."""
-        layer.take_back()
-        update = self._visit if layer.life.placement.visits else self._update
-        measured = update(layer, counts, gradients, directions, *scale)
-        layer.note_writes(gradients.keys() - directions.keys())
-        self.offer(layer)
+        made.layer.take_back()
+        measured = self._visit(made) if made.layer.life.placement.visits else self._update(made)
+        made.layer.note_writes(made.gradients.keys() - made.directions.keys())
+        self.offer(made.layer)
         return measured
 
-    def _update(
-        self,
-        layer: TrainedLayer,
-        counts: tuple[int, ...],
-        gradients: dict[int, Tensor],
-        directions: dict[int, Tensor],
-        scale: float,
-        verdict: Tensor | None,
-    ) -> tuple[str, Span]:
+    def _update(self, made: _Update) -> tuple[str, Span]:
         """The state is on the device, or on its way there."""
+        layer, counts, gradients, directions, scale, verdict = made
         if layer.returned is not None:
             self._transfers.land(layer.returned)
             if layer.returned.has_ended:
@@ -165,16 +161,9 @@ class DeviceUpdates:
             layer.device.update(of, scalars(self.groups[group], count, scale), self._host, verdict, directions)
         return "gpu_update_s", (began, self._transfers.clock.mark())
 
-    def _visit(
-        self,
-        layer: TrainedLayer,
-        counts: tuple[int, ...],
-        gradients: dict[int, Tensor],
-        directions: dict[int, Tensor],
-        scale: float,
-        verdict: Tensor | None,
-    ) -> tuple[str, Span]:
+    def _visit(self, made: _Update) -> tuple[str, Span]:
         """The state is in host memory, and visits the device."""
+        layer, counts, gradients, directions, scale, verdict = made
         if layer.block is not None:
             self._offload.before_update(layer.block)
         segments, state = layer.segments, [layer.state(plane) for plane in STATE_PLANES]

@@ -31,12 +31,12 @@ from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter
 from hytrain.options import Options
-from hytrain.run.link import Draft, Link
+from hytrain.run.link import Link
 from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.trace import TraceWriter
 from hytrain.statistics import Statistics
-from hytrain.step.accumulation import Accumulation, KeptGradients, choose_sums, plane_sums
+from hytrain.step.accumulation import Accumulation, KeptGradients, choose_sums
 from hytrain.step.activations import Activations
 from hytrain.step.autograd import in_backward
 from hytrain.step.backward import Backward
@@ -58,6 +58,7 @@ from hytrain.step.parking import Parking
 from hytrain.step.reads import Reads
 from hytrain.step.reclaim import Reclaiming
 from hytrain.step.shared import SharedMatrices
+from hytrain.step.sums import PlaneSums
 from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
 from protocol.messages import (
@@ -80,11 +81,6 @@ _SUMS: Final = (
 )
 
 _log = logging.getLogger(__name__)
-
-
-def _waits_for_visits(options: Options) -> bool:
-    """What awaits a verdict is planned for layer by layer, and without overlap nothing waits."""
-    return options.overlap and not options.awaits_verdict
 
 
 class Engine:
@@ -131,9 +127,12 @@ class Engine:
         self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
         hints = layers[0].layout.banks == 2
         self.verdicts = Verdicts(parameters, options, transfers, ranks=ranks, counted=counted, hints=hints)
-        self._offload = Offload(blocks, transfers, hold_bytes=hold_bytes if _waits_for_visits(options) else 0)
+        # What awaits a verdict is planned for layer by layer, and without overlap nothing waits.
+        waits_for_visits = options.overlap and not options.awaits_verdict
+        self._offload = Offload(blocks, transfers, hold_bytes=hold_bytes if waits_for_visits else 0)
         segments = [segment for layer in layers for segment in layer.spec.segments]
         self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)
+        self._kept = KeptGradients()
         common = Common(
             layers=layers,
             parameters=parameters,
@@ -143,7 +142,7 @@ class Engine:
             meter=self._meter,
             verdicts=self.verdicts,
             accumulation=accumulation,
-            kept=KeptGradients(),
+            kept=self._kept,
             visits=self._visits,
             offload=self._offload,
             lending=lending,
@@ -153,12 +152,15 @@ class Engine:
         )
         self._device = device = DeviceUpdates(common, host, shared)
         self._trip = trip = RoundTrip(common, device) if check is None else CheckedTrip(common, device, check)
-        planes = plane_sums(options, self.verdicts.takes_norms, transfers, trip.await_update)
+        # Gradients wait for `step()` in the planes of their layers, unless norms are computed of them on the device.
+        # Without overlap, they are in their planes once all updates before were made.
+        in_planes = options.overlap and options.accumulate_on == "auto" and not self.verdicts.takes_norms
+        planes = PlaneSums(transfers, trip.await_update) if in_planes else None
         accumulation.begin_anew(partial(choose_sums, options.accumulate_on, parameters, transfers, memory.room), planes)
         self._blocks = Blocks(common, trip)
         self.reads = Reads(common, trip, self._blocks)
         self.uses = Uses(common, trip, self.reads, self._blocks)
-        self._masters = masters = Masters(common, self.reads, self.uses)
+        self.masters = masters = Masters(common, self.reads, self.uses)
         self._offload.heed(masters.import_written, masters.sample_freed)
         self._handover = Handover(common, trip)
         self.evictions = Evictions(common, device, self._handover, plans, memory)
@@ -178,14 +180,10 @@ class Engine:
             self._health.check()
             raise
 
-    def begin_with(self, known: TrainedParameter, values: Tensor) -> None:
-        """Before the first forward: the parameter's values, in its shape, for wherever its weights rest now."""
-        self._masters.begin_with(known, values)
-
     def continue_from(self, before: Engine) -> None:
         """Take over the counts and flags of the engine that this one replaces."""
         self.steps = before.steps
-        self._masters.state_was_loaded = before._masters.state_was_loaded
+        self.masters.state_was_loaded = before.masters.state_was_loaded
         self.reads.is_traced = before.reads.is_traced
         self.verdicts.continue_from(before.verdicts)
 
@@ -276,9 +274,6 @@ class Engine:
     def before_regroup(self, what: str) -> None:
         self._health.require(Event.REGROUP, what=what)
 
-    def on_departure(self, draft: Draft) -> Message:
-        return self._trip.on_departure(draft)
-
     def on_message(self, message: Message) -> None:
         match message:
             case WeightsReady():
@@ -312,10 +307,6 @@ class Engine:
     @property
     def statistics(self) -> Statistics:
         return self._boundary.statistics
-
-    def state_was_loaded(self) -> None:
-        """The state included remainders, which belong to weights that are loaded before the next step."""
-        self._masters.state_was_loaded = True
 
     @property
     def between_steps(self) -> bool:
@@ -360,7 +351,7 @@ class Engine:
     def import_written(self) -> None:
         """Make parameters that were written from outside the masters. Raises `UsageError` if one cannot be."""
         self.synchronize()
-        self._masters.import_written()
+        self.masters.import_written()
 
     def import_weights(self, *, keep_remainder: bool = False) -> None:
         """Make all parameters' values the masters, with no remainders or those that still fit. The moments stay.
@@ -368,7 +359,7 @@ class Engine:
         Raises `UsageError` for a parameter that was written while its update was under way.
         """
         self.synchronize()
-        self._masters.import_all(keep_remainder=keep_remainder)
+        self.masters.import_all(keep_remainder=keep_remainder)
 
     def end_in_child(self) -> bool:
         """Called in a forked child. Returns whether its model is complete: no update was under way at the fork."""
@@ -434,5 +425,5 @@ class Engine:
             layer.close()
         if self._activations is not None:
             self._activations.close()
-        for part in (self._visits, self._lending, self.verdicts, self._device, self._commit, self._meter):
+        for part in (self._visits, self._lending, self.verdicts, self._device, self._kept, self._meter):
             part.close()

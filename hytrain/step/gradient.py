@@ -2,7 +2,7 @@
 
     the layer's last   take              p.grad of each ─▶ its layer, and a placeholder ─▶ p.grad
     the layer is full  send              its gradients ─▶ the `grads` plane in host memory, on a stream of their own
-    sender thread      on_departure      this copy has ended: GradReady ─▶ optimizer
+    sender thread      Departure         this copy has ended: GradReady ─▶ optimizer
     receiver thread    on_weights_ready  optimizer ─▶ WeightsReady: the `weights` plane ─▶ parameters, on another stream
     the next forward   wait_for          the stream that computes waits for exactly this copy
 
@@ -28,9 +28,9 @@ from hytrain.run.link import Draft
 from hytrain.step.autograd import in_backward
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
-from hytrain.step.verdict import Judgement, NormSoFar
+from hytrain.step.verdict import NormSoFar
 from hytrain.tensors import count_write, has_gradient_of_its_own
-from protocol.messages import GradReady, Message, WeightsReady
+from protocol.messages import GradReady, WeightsReady
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class Departure(Draft):
     counts: tuple[int, ...]
     norm: NormSoFar | None
 
-    def grad_ready(self) -> GradReady:
+    def message(self) -> GradReady:
+        self.layer.life.on(Event.COPIED, self.step)
         exceeds = self.norm is not None and self.norm.exceeds()
         return GradReady(step=self.step, lid=self.layer.lid, counts=self.counts, exceeds=exceeds)
 
@@ -114,14 +115,6 @@ class RoundTrip:
         self._device.late.end_step()
 
     # ------------------------------------------------------------ and back: the link's threads
-
-    def on_departure(self, draft: Draft) -> Message:
-        """A draft's copy has finished: return its message. Called on the sender thread."""
-        if isinstance(draft, Departure):
-            draft.layer.life.on(Event.COPIED, draft.step)
-            return draft.grad_ready()
-        assert isinstance(draft, Judgement), "a trainer posts no other drafts"
-        return draft.verdict()
 
     def on_weights_ready(self, done: WeightsReady) -> None:
         """The optimizer has updated a layer: start the copy of its weights. Called on the receiver thread."""

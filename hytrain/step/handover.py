@@ -183,7 +183,7 @@ class Handover:
         self._prepare_visits(move)
         for layer in move.leaving:
             self.arenas.drop(layer)
-        for layer, arena in self.arenas.asked_for(move.leaving, gently=True, pins_state=True):
+        for layer, arena in self.arenas.asked_for(move.leaving, gently=True):
             if isinstance(arena, CapacityError):
                 self._stays(layer, arena)
             else:
@@ -220,13 +220,10 @@ class Handover:
             layer.arena.pin_state()
 
     def _stays(self, layer: TrainedLayer, why: object) -> None:
-        """Say why a layer cannot move. A plan may ask for it again and again."""
-        self._tell_once(layer, f"layer {layer.name} stays on the {layer.life.placement.name}: {why}")
-
-    def _tell_once(self, layer: TrainedLayer, sentence: str) -> None:
+        """Say once why a layer cannot move. A plan may ask for it again and again."""
         if layer.lid not in self._told:
             self._told.add(layer.lid)
-            _log.warning(sentence)
+            _log.warning("layer %s stays on the %s: %s", layer.name, layer.life.placement.name, why)
 
     @property
     def is_prepared(self) -> bool:

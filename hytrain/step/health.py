@@ -67,9 +67,7 @@ class Health:
 
     def refuse(self, sentence: str, kind: type[HyTrainError] = UsageError) -> NoReturn:
         """Refuse to continue: some updates of this step have been made, others have not."""
-        self.abort(kind(f"{sentence} (training cannot go on: make the optimizer anew and load a checkpoint)"))
-
-    def abort(self, error: HyTrainError) -> NoReturn:
+        error = kind(f"{sentence} (training cannot go on: make the optimizer anew and load a checkpoint)")
         self.life.on(Event.BREAK)
         self.fail(error)
         self.check()

@@ -84,8 +84,7 @@ class Masters:
 
     def begin_step(self) -> None:
         """Called before the step's updates begin."""
-        if self._uses.copies:
-            self._uses.require_unwritten_copies()
+        self._uses.require_unwritten_copies()
         self.import_written()
         if self.state_was_loaded:  # a loaded float16 master may belong to other weights than those that were here
             self._import([p for p in self._parameters if p.parameter.dtype is torch.float16], keep_remainder=True)

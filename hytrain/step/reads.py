@@ -15,12 +15,10 @@ has been waited for. The gradient of a parameter for which this is not so may co
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 
 from hytrain.errors import HyTrainError, StaleReadError, UsageError
 from hytrain.memory.clock import Mark, Stream
@@ -33,7 +31,7 @@ from hytrain.step.gradient import RoundTrip
 from hytrain.step.life import Event, State
 from hytrain.step.measure import Waited
 from hytrain.tensors import is_distributed
-from hytrain.uncompiled import uncompiled
+from hytrain.uncompiled import Weakly
 
 _log = logging.getLogger(__name__)
 
@@ -82,11 +80,22 @@ class Reads:
         if measured:
             self._meter.forward(gate.lids, arrived)
 
-    def before_gather(self, gate: Gate, modules: Stream) -> Waited | None:
+    def before_gather(
+        self, gate: Gate, modules: Stream
+    ) -> tuple[TrainedLayer | None, Waited | None, Callable[[], None] | None]:
         """The same for an all-gather that reads them, for `modules` on another stream.
 
-        Returns the marks around the wait, for `use_gathered`, if it is measured.
+        Returns a layer that this backward has updated: its shards must be there, but nobody may use the result. Or the
+        marks around the wait, for `use_gathered`, and what to call at its end, as far as they are measured.
         """
+        if (again := self._trip.updated_in_this_backward(gate)) is not None:
+            if gate.block is not None:
+                self._offload.enter(gate.block, True)
+            return again, None, None
+        waited = self._before_gather(gate, modules)
+        return None, waited, self._meter.gather(gate.lids) if torch.is_grad_enabled() or in_backward() else None
+
+    def _before_gather(self, gate: Gate, modules: Stream) -> Waited | None:
         measured = self._measures(gate)
         fetches = in_backward() and gate.block is not None and gate.block.life.is_offloaded
         if not (measured or fetches):
@@ -98,11 +107,6 @@ class Reads:
         self.leave(gate)
         waited = began, self._meter.mark()
         return Waited((noticed, self._meter.mark(modules)), waited)
-
-    def gather_again(self, gate: Gate) -> None:
-        """An all-gather of what this backward has updated begins: shards must be there, but nobody uses the result."""
-        if gate.block is not None:
-            self._offload.enter(gate.block, True)
 
     def after_reading(self, gate: Gate) -> None:
         """The all-gather has copied the shards, on the current stream."""
@@ -119,12 +123,6 @@ class Reads:
             self._meter.fetched(gate.lids[0], arrived, waited)
         else:
             self._meter.forward(gate.lids, arrived, waited)
-
-    def gathering(self, gate: Gate) -> Callable[[], None] | None:
-        """The all-gather of the gate's shards begins: what to call at its end, so that training steps measure it."""
-        if not (torch.is_grad_enabled() or in_backward()):
-            return None
-        return self._meter.gather(gate.lids)
 
     def _measures(self, gate: Gate) -> bool:
         """Whether this is a step's first forward."""
@@ -203,20 +201,20 @@ class Reads:
             self.leave(gate)
         self._blocks.leave_root()
         if torch.is_grad_enabled():
-            before, after = _BeforeBackward(self), _AfterBackward(self)
+            before, after = Weakly(self.enter_backward), Weakly(self.leave_backward)
             for node in {node for tensor in tensors_in(output) if (node := tensor.grad_fn) is not None}:
                 node.register_prehook(before)
                 if self._hoisted:
                     node.register_hook(after)
 
-    def enter_backward(self) -> None:
+    def enter_backward(self, *_: Any) -> None:
         """The node that made the model's output is about to compute. That of compiled code does it with parameters."""
         if self._health.life.state is State.COMMITTED:
             self._health.require(Event.BEGIN, name="the model's output")
         for gate in self._hoisted:
             gate.unwatch()
 
-    def leave_backward(self) -> None:
+    def leave_backward(self, *_: Any) -> None:
         """This node has computed. Only now do its gradients come, and updates begin."""
         for gate in self._hoisted:
             gate.watch()
@@ -231,10 +229,6 @@ class Reads:
                 "wait for their updates: from now on, step() waits for all updates. Trace copy.deepcopy(model) instead"
             )
         self.is_traced = True
-
-    def updated_in_this_backward(self, gate: Gate) -> TrainedLayer | None:
-        """The first of the gate's layers that the backward which runs has already updated."""
-        return self._trip.updated_in_this_backward(gate)
 
     def refuse_again(self, layer: TrainedLayer) -> None:
         cure = REENTRANT if inside_reentrant_checkpoint() else ""
@@ -292,24 +286,3 @@ class Reads:
         self._order = None
         order = sorted(range(len(self._layers)), key=lambda lid: (place.get(lid, len(place)), lid))
         return tuple(order.index(lid) for lid in range(len(order)))
-
-
-class _NodeHook:
-    """A hook of the node that made the model's output. Graphs keep it, so its reference is weak."""
-
-    def __init__(self, reads: Reads) -> None:
-        self._reads = weakref.ref(reads)
-
-
-class _BeforeBackward(_NodeHook):
-    @uncompiled
-    def __call__(self, gradients: tuple[Tensor, ...]) -> None:
-        if (reads := self._reads()) is not None:
-            reads.enter_backward()
-
-
-class _AfterBackward(_NodeHook):
-    @uncompiled
-    def __call__(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-        if (reads := self._reads()) is not None:
-            reads.leave_backward()

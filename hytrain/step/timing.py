@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hytrain.step.life import Event
-from hytrain.tensors import same_address, version
+from hytrain.tensors import address, version
 
 #: What a loop does between a backward and `step()`, by the event.
 SEEN: Final = {Event.OUTSIDE: "uses weights", Event.LOAD: "saves or loads", Event.DROP: "drops gradients"}
@@ -94,7 +94,7 @@ class Timing:
             if copy.dtype == factor.dtype and (
                 _bits_are_equal(copy, factor)
                 if factor.is_cpu
-                else same_address(known, factor) and seen == version(factor)
+                else address(known) == address(factor) and seen == version(factor)
             ):
                 return copy
         copy = factor.clone()

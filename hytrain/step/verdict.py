@@ -64,7 +64,7 @@ class Judgement(Draft):
     def scale(self) -> float:
         return float(self._on_host[0])
 
-    def verdict(self) -> Verdict:
+    def message(self) -> Verdict:
         skipped = self.scale == SKIPPED and not self.is_loops
         return Verdict(step=self.step, scale=1.0 if skipped else self.scale, skipped=skipped, rounds=self.is_loops)
 

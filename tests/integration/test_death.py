@@ -186,13 +186,13 @@ def test_what_an_optimizer_has_failed_of_is_raised_once_it_has_ended() -> None:
 
 def test_a_count_that_is_wrong_ends_the_run_before_an_update_is_made_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of it, on its way: the update would have another bias correction."""
-    model, grad_ready = perceptron(), Departure.grad_ready
+    model, grad_ready = perceptron(), Departure.message
 
     def flipped(self: Departure) -> GradReady:
         message = grad_ready(self)
         return replace(message, counts=tuple(count ^ 64 * (self.step == 3) for count in message.counts))
 
-    monkeypatch.setattr(Departure, "grad_ready", flipped)
+    monkeypatch.setattr(Departure, "message", flipped)
     with adamw(model, k=0.0) as opt:
         with pytest.raises(
             WorkerDied, match=r"optimizer-0 failed in step 3.*QueueError: .* counts updates \(68, 68\) after \(3, 3\)"

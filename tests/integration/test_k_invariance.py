@@ -171,7 +171,7 @@ def test_only_gradients_that_the_cpu_updates_from_take_host_memory() -> None:
             opt.synchronize()
             opt._engine._handover.wait()
             lacks = {
-                layer: layer.layout.nbytes - 512 * os.fstat(layer.arena._file.descriptor).st_blocks
+                layer: layer.layout.nbytes - 512 * os.fstat(layer.arena.file.descriptor).st_blocks
                 for layer in opt._session.layers
                 if isinstance(layer.planes, ArenaPlanes)
             }

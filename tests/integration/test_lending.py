@@ -526,10 +526,10 @@ def test_a_loan_needs_no_arena_that_its_layer_has_left() -> None:
     with open(os.devnull, "rb"):
         [moved], kept = loan.keep()
     assert moved == (lent.memory.number, 4096, 4096, 0)
-    found = view(kept.shared.mapping, loan["a"].offset, elements.dtype, elements.shape)
+    found = view(kept.mapping, loan["a"].offset, elements.dtype, elements.shape)
     assert torch.equal(found, elements) and loan["a"].memory is kept.memory
     assert loan.free() is kept
-    kept.shared.close()
+    kept.close()
     loan.copies.close()
 
 

@@ -672,7 +672,7 @@ def test_closing_where_the_device_is_full_needs_no_more_host_memory(monkeypatch:
     values, taken = TrainedParameter.values, list[int]()
 
     def arenas_bytes() -> int:
-        return sum(512 * os.fstat(layer.arena._file.descriptor).st_blocks for layer in opt._session.layers)
+        return sum(512 * os.fstat(layer.arena.file.descriptor).st_blocks for layer in opt._session.layers)
 
     model, expected = perceptron(), perceptron()
     with adamw(model, **OFFLOADED[0]) as opt, adamw(expected, k=1.0) as other:

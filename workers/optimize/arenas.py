@@ -48,7 +48,7 @@ class SegmentPlanes:
     @classmethod
     def of(cls, arena: HostArena, index: int, segment: Segment) -> SegmentPlanes:
         def place(handle: TensorHandle | None) -> Place:
-            return (0, 0) if handle is None else (arena.address + handle.offset, DTYPE_BYTES[handle.dtype])
+            return (0, 0) if handle is None else (arena.mapping.address + handle.offset, DTYPE_BYTES[handle.dtype])
 
         handles = arena.layout.handles
         banks = [
@@ -145,7 +145,7 @@ class Arenas:
         arena = self._coming[0]
         first = arena.layout.plane_nbytes["grads"] + self._touched_bytes
         piece = min(PIECE_BYTES, arena.layout.nbytes - first)
-        self._backend.touch(arena.address + first, piece)
+        self._backend.touch(arena.mapping.address + first, piece)
         self._touched_bytes += piece
         if first + piece < arena.layout.nbytes:
             return

@@ -15,7 +15,8 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, Final
@@ -43,8 +44,9 @@ from examples.studies.cotraining.wire import (
 from examples.studies.cotraining.work import Packed
 from hytrain.config import workers_environment
 from hytrain.errors import ClusterError
+from hytrain.memory import arena
 from hytrain.memory.arena import Memory, SharedMemory
-from hytrain.memory.lending import Lent, spread, views
+from hytrain.memory.lending import Lent, view
 from hytrain.memory.transfer import Transfer, transfers_for
 from protocol.handles import PAGE_BYTES
 
@@ -289,3 +291,14 @@ def _described(tensors: Mapping[str, Tensor], starts: Sequence[int]) -> list[lis
     dtypes = (str(each.dtype).removeprefix("torch.") for each in tensors.values())
     rows = zip(tensors.items(), starts, dtypes, strict=True)
     return [[name, at, dtype, list(each.shape)] for (name, each), at, dtype in rows]
+
+
+def spread(like: Iterable[Tensor]) -> tuple[list[int], int]:
+    """Where each of them begins, in bytes, if each has pages of its own; and where the last one ends."""
+    *offsets, end = accumulate((-(-each.nbytes // PAGE_BYTES) * PAGE_BYTES for each in like), initial=0)
+    return offsets, end
+
+
+def views(mapping: arena.Mapping, offsets: Iterable[int], like: Iterable[Tensor], start: int = 0) -> list[Tensor]:
+    """Tensors in a mapping, with the shapes and dtypes of `like`, each at its offset from `start`, in bytes."""
+    return [view(mapping, start + at, each.dtype, each.shape) for at, each in zip(offsets, like, strict=True)]
