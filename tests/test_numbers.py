@@ -126,7 +126,8 @@ def times_as_fast(system: str) -> str:
 def peers() -> str:
     return (
         f"it is {times_as_fast('torchao-fp32')} times as fast as torchao in fp32, "
-        f"{times_as_fast('deepspeed-zero2')} times as fast as DeepSpeed ZeRO-2 and {times_as_fast('fsdp2')} times as fast as FSDP2 with CPU offload"
+        f"{times_as_fast('deepspeed-zero2')} times as fast as DeepSpeed ZeRO-2 "
+        f"and {times_as_fast('fsdp2')} times as fast as FSDP2 with CPU offload"
     )
 
 

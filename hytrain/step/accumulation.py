@@ -29,6 +29,7 @@ from hytrain.memory.transfer import Transfers
 from hytrain.model.consumed import CONSUMED
 from hytrain.model.summed import SummedGradient, norm_of, summed
 from hytrain.model.trained import TrainedParameter, with_gradients
+from hytrain.options import Options
 from hytrain.readable import gib
 from hytrain.step.autograd import in_backward
 from hytrain.step.sums import DeviceSums, HostSums, PlaneSums, Sums
@@ -416,6 +417,17 @@ def _keeps_graph() -> bool:
     """Whether this backward retains its graph for another one, which needs the weights of before the update."""
     inside = torch._C._current_graph_task_id() != -1
     return inside and torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def plane_sums(
+    options: Options, norms: bool, transfers: Transfers, await_update: Callable[[TrainedParameter], None]
+) -> PlaneSums | None:
+    """Where gradients wait for `step()` in the planes of their layers, unless they are needed on the device.
+
+    There `norms` are computed. Without overlap, they are in their planes once all updates before were made.
+    """
+    wanted = options.overlap and options.accumulate_on == "auto" and not norms
+    return PlaneSums(transfers, await_update) if wanted else None
 
 
 def choose_sums(

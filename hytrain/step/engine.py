@@ -36,7 +36,7 @@ from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.trace import TraceWriter
 from hytrain.statistics import Statistics
-from hytrain.step.accumulation import Accumulation, KeptGradients, choose_sums
+from hytrain.step.accumulation import Accumulation, KeptGradients, choose_sums, plane_sums
 from hytrain.step.activations import Activations
 from hytrain.step.autograd import in_backward
 from hytrain.step.backward import Backward
@@ -58,7 +58,6 @@ from hytrain.step.parking import Parking
 from hytrain.step.reads import Reads
 from hytrain.step.reclaim import Reclaiming
 from hytrain.step.shared import SharedMatrices
-from hytrain.step.sums import PlaneSums
 from hytrain.step.uses import Uses
 from hytrain.step.verdict import Verdicts
 from protocol.messages import (
@@ -81,6 +80,11 @@ _SUMS: Final = (
 )
 
 _log = logging.getLogger(__name__)
+
+
+def _waits_for_visits(options: Options) -> bool:
+    """What awaits a verdict is planned for layer by layer, and without overlap nothing waits."""
+    return options.overlap and not options.awaits_verdict
 
 
 class Engine:
@@ -122,17 +126,14 @@ class Engine:
     ) -> None:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
         self._activations, self._accumulation, self._memory, self._lending = activations, accumulation, memory, lending
-        self._health = Health(accumulation.timing, updater, hang_timeout_s)
+        self._health, self._kept = Health(accumulation.timing, updater, hang_timeout_s), KeptGradients()
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
         hints = layers[0].layout.banks == 2
         self.verdicts = Verdicts(parameters, options, transfers, ranks=ranks, counted=counted, hints=hints)
-        # What awaits a verdict is planned for layer by layer, and without overlap nothing waits.
-        waits_for_visits = options.overlap and not options.awaits_verdict
-        self._offload = Offload(blocks, transfers, hold_bytes=hold_bytes if waits_for_visits else 0)
+        self._offload = Offload(blocks, transfers, hold_bytes=hold_bytes if _waits_for_visits(options) else 0)
         segments = [segment for layer in layers for segment in layer.spec.segments]
         self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)
-        self._kept = KeptGradients()
         common = Common(
             layers=layers,
             parameters=parameters,
@@ -152,10 +153,7 @@ class Engine:
         )
         self._device = device = DeviceUpdates(common, host, shared)
         self._trip = trip = RoundTrip(common, device) if check is None else CheckedTrip(common, device, check)
-        # Gradients wait for `step()` in the planes of their layers, unless norms are computed of them on the device.
-        # Without overlap, they are in their planes once all updates before were made.
-        in_planes = options.overlap and options.accumulate_on == "auto" and not self.verdicts.takes_norms
-        planes = PlaneSums(transfers, trip.await_update) if in_planes else None
+        planes = plane_sums(options, self.verdicts.takes_norms, transfers, trip.await_update)
         accumulation.begin_anew(partial(choose_sums, options.accumulate_on, parameters, transfers, memory.room), planes)
         self._blocks = Blocks(common, trip)
         self.reads = Reads(common, trip, self._blocks)
