@@ -84,6 +84,18 @@ def test_the_answers_are_learnt_and_nothing_else(kind: str, template: str, end: 
     assert learnt(of, {"prompt": TALK[:4], "completion": TALK[4:]}) == [f"No{end}"]
 
 
+def test_texts_in_parts_are_the_same_as_whole_ones() -> None:
+    """Of chatml, which knows no parts. A tokenizer's own template is given them as they are."""
+    parts = [message | {"content": [{"type": "text", "text": half} for half in halves(message)]} for message in TALK]
+    of = words("bpe", chat.CHATML)
+    assert chat.encode(of, {"messages": parts}) == chat.encode(of, {"messages": TALK})
+
+
+def halves(message: dict[str, Any]) -> tuple[str, str]:
+    text = message["content"]
+    return text[: len(text) // 2], text[len(text) // 2 :]
+
+
 def test_of_a_prompt_and_its_completion_the_completion_is_learnt() -> None:
     of = words("bpe", None)
     row = {"prompt": "Äpfel?\n", "completion": "\nYes"}
@@ -115,6 +127,7 @@ def test_a_sample_begins_as_an_answer_and_ends_as_one() -> None:
         ({"messages": "hello"}, PLAIN, "something else where a list of messages belongs"),
         ({"messages": [{"from": "human", "value": "hello"}]}, PLAIN, "of the form"),
         ({"messages": [{"role": "user", "content": 3}]}, PLAIN, "content is not a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, chat.CHATML, "parts that are no text"),
         ({"prompt": "a", "completion": TALK}, PLAIN, "the columns prompt, completion, but"),
         ({"conversations": TALK}, PLAIN, "the columns conversations, but data.kind: chat needs messages"),
     ],
@@ -183,6 +196,8 @@ def test_unusable_tables_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Mo
 
     (tmp_path / "torn.jsonl").write_text('{"a": 1}\n{"a": \n')
     (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "latin.jsonl").write_bytes('{"a": 1}\n{"a": "ä"}'.encode("latin-1"))
+    (tmp_path / "deep.jsonl").write_text('{"a":' + "[" * 100_000)
     (tmp_path / "torn.parquet").write_bytes(b"PAR1")
     (tmp_path / "bare").mkdir()
     (tmp_path / "chat.csv").write_text("a,b")
@@ -190,6 +205,8 @@ def test_unusable_tables_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Mo
     for name, part in (
         ("torn.jsonl", "line 2, is not valid JSON"),
         ("list.jsonl", "line 1, is not a JSON object"),
+        ("latin.jsonl", "line 2, is not UTF-8"),
+        ("deep.jsonl", "line 1, is not valid JSON"),
         ("torn.parquet", "can't be read"),
         ("bare", "holds no rows"),
         ("chat.csv", r"does not end in \.jsonl or \.parquet"),
@@ -199,6 +216,8 @@ def test_unusable_tables_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(ConfigError, match=part) as caught:
             list(tables.rows([tmp_path / name]))
         assert "\n" not in str(caught.value)
+    (tmp_path / "cut.jsonl").write_text(r'{"a": "cut \ud83d", "b": "whole \ud83d\ude00"}')
+    assert [row for _, row in tables.rows([tmp_path / "cut.jsonl"])] == [{"a": "cut ?", "b": "whole 😀"}]
     (tmp_path / "a.jsonl").write_text('{"a": 1}')
     for column, part in (("b", "no such column; its columns: a"), ("a", "has int there")):
         with pytest.raises(ConfigError, match=part):

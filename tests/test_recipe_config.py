@@ -56,6 +56,28 @@ def test_defaults_and_overrides(recipe_file: Path) -> None:
     assert (recipe.train.steps, recipe.train.lr, recipe.train.grad_accumulation) == (6, 3e-4, 3)
 
 
+def test_yaml_that_means_something_else_is_refused(recipe_file: Path) -> None:
+    """YAML has the last of two keys, and Python has true as 1."""
+    written = recipe_file.read_text()
+    recipe_file.write_text(f"{written}train:\n  steps: 5\n")
+    assert 'the key "train" is there twice' in refusal(recipe_file)
+    recipe_file.write_text(written)
+    assert 'the key "a" is there twice' in refusal(recipe_file, "model.config={a: 1, a: 2}")
+    for key in ("train.steps", "train.lr", "run.threads"):
+        assert f'"{key}" is True, but it should be no truth value.' in refusal(recipe_file, f"{key}=true")
+    assert config.load(recipe_file, ["model.autocast=true"]).model.autocast
+    assert "run.seed" in refusal(recipe_file, f"run.seed={1 << 63}")
+    recipe_file.write_text("a: " + "[" * 5000)
+    assert "nested too deeply" in refusal(recipe_file)
+
+
+def test_a_path_may_begin_with_a_home(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/somewhere")
+    recipe = config.load(recipe_file, ["run.dir=~/runs", "data.paths=[~/a.txt, ~draft.txt]"])
+    assert recipe.run.dir == Path("/somewhere/runs")
+    assert recipe.data.paths == (Path("/somewhere/a.txt"), Path.cwd() / "~draft.txt")
+
+
 @pytest.mark.parametrize(
     ("key", "meant"),
     [

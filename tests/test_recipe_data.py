@@ -34,12 +34,14 @@ def test_unusable_files_are_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "torn.xz").write_bytes(lzma.compress(b"word " * 1000)[:-20])
     (tmp_path / "torn.gz").write_bytes(gzip.compress(b"word " * 1000)[:-20])
     (tmp_path / "wrong.gz").write_bytes(b"plain")
+    packed = gzip.compress(b"word " * 1000)
+    (tmp_path / "damaged.gz").write_bytes(packed[:12] + bytes([packed[12] ^ 0xFF]) + packed[13:])
     (tmp_path / "bare").mkdir()
     for name in ("chat.jsonl", "chat.jsonl.xz", "d.parquet", "picture.png", "a.tar.gz"):
         (tmp_path / name).write_bytes(b'{"messages": []}')
     for name, part in (
         ("empty.txt", "no text in"),
-        *((name, "can't be read") for name in ("torn.xz", "torn.gz", "wrong.gz")),
+        *((name, "can't be read") for name in ("torn.xz", "torn.gz", "wrong.gz", "damaged.gz")),
         ("bare", "holds no text file"),
         ("missing.txt", "does not exist"),
         *((name, "data.kind: chat") for name in ("chat.jsonl", "chat.jsonl.xz", "d.parquet")),
@@ -48,7 +50,13 @@ def test_unusable_files_are_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=part) as caught:
             text.read([tmp_path / name])
         assert "\n" not in str(caught.value)
-    for name, part in (("missing", "does not exist"), ("bare", "holds no tokenizer")):
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "hollow" / "tokenizer.json").write_text("{}")
+    for name, part in (
+        ("missing", "does not exist"),
+        ("bare", "holds no tokenizer"),
+        ("hollow", "holds no usable tokenizer"),
+    ):
         with pytest.raises(ConfigError, match=part) as caught:
             tokenizer.load(tmp_path / name)
         assert "\n" not in str(caught.value)

@@ -546,6 +546,12 @@ def test_an_interrupted_recipe_says_how_to_go_on(
     def interrupt(*arguments: Any, ending: Ending, **options: Any) -> None:
         ending.on_signal(signal.SIGINT)
 
+    def interrupted_import(*arguments: Any, ending: Ending, **options: Any) -> None:
+        try:
+            ending.on_signal(signal.SIGINT)
+        except Ended:
+            raise ImportError("cannot load module more than once per process") from None
+
     monkeypatch.setattr(Ending, "listen", lambda self: None)
     folder = runs.folder / "run"
     monkeypatch.setattr(sys, "argv", ["trainer", str(runs.recipe_file), "--run-dir", str(folder)])
@@ -553,11 +559,12 @@ def test_an_interrupted_recipe_says_how_to_go_on(
         "no checkpoint to resume from: train.checkpoint_every=N",
         f"--set train.resume=latest resumes from {folder / 'checkpoints' / 'step-4'}",
     ):
-        with monkeypatch.context() as patch:
-            patch.setattr(loop, "train", interrupt)
-            assert trainer.main() == 130
-        error = capsys.readouterr().err
-        assert said in error and "Traceback" not in error
+        for how in (interrupt, interrupted_import):
+            with monkeypatch.context() as patch:
+                patch.setattr(loop, "train", how)
+                assert trainer.main() == 130
+            error = capsys.readouterr().err
+            assert said in error and "Traceback" not in error
         runs.train("run", "train.steps=4")
 
 

@@ -116,12 +116,24 @@ def test_model_from_a_folder(tmp_path: Path) -> None:
         (LLAMA | {"hiden_size": 3}, 256, 64, 'did you mean "hidden_size"'),
         (LLAMA | {"model_type": "lama"}, 256, 64, 'did you mean "llama"'),
         (LLAMA | {"hidden_size": "big"}, 256, 64, "not a valid llama"),
+        (LLAMA | {"num_attention_heads": 0}, 256, 64, "not a valid llama"),
     ],
 )
 def test_impossible_models_are_one_sentence(fields: dict[str, Any], vocab_size: int, length: int, part: str) -> None:
     with pytest.raises(ConfigError, match=part) as caught:
         model.configuration(config.Model(config=fields), vocab_size, length)
     assert "\n" not in str(caught.value)
+
+
+def test_no_model_sees_the_tokens_that_it_predicts() -> None:
+    """Transformers has encoders among its causal models."""
+    fields = {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    wanted = config.Model(config=fields | {"intermediate_size": 64, "max_position_embeddings": 64})
+    built = model.build(wanted, model.configuration(wanted, 256, 64), CPU).eval()
+    tokens = torch.arange(16)[None]
+    others = torch.cat([tokens[:, :-1], tokens[:, -1:] + 1], dim=1)
+    one, other = (built(input_ids=ids).logits[:, :-1] for ids in (tokens, others))
+    assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,15 @@ def test_what_a_run_left_steps_aside_and_nothing_else(tmp_path: Path) -> None:
     assert set_aside(folder) is None
     (folder / "logs").mkdir(parents=True)
     assert set_aside(folder) is None and (folder / "logs").is_dir(), "nothing has run in it"
-    for number in (1, 2):
+    (tmp_path / "demo.2").symlink_to(tmp_path / "nowhere")
+    for number in (1, 3):
         (folder / "checkpoints" / "step-5").mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(f"run {number}")
         (folder / "my notes").touch()
         assert set_aside(folder) == tmp_path / f"demo.{number}"
         assert [path.name for path in folder.iterdir()] == ["my notes"]
     assert (tmp_path / "demo.1" / "metrics.jsonl").read_text() == "run 1"
-    assert (tmp_path / "demo.2" / "checkpoints" / "step-5").is_dir()
+    assert (tmp_path / "demo.3" / "checkpoints" / "step-5").is_dir()
 
 
 def test_what_was_set_aside_comes_back_if_nothing_was_trained(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from hytrain.errors import ConfigError
 from hytrain.readable import format_cores, format_threads
 
 TRAINER_CORES: Final = 2
+MOST_CORES: Final = 1 << 13  # of Linux's NR_CPUS
 MIN_CORES_TO_SHARE_OUT: Final = 4
 #: How often libgomp's threads look for work before they sleep. By default they spin for 10 ms after each call, which
 #: takes power from other cores and time from other processes. With this number they spin for about 2 ms, the time
@@ -134,6 +135,8 @@ def parse_cores(text: str) -> tuple[int, ...]:
     try:
         for part in text.split(","):
             first, dash, last = part.partition("-")
+            if int(last if dash else first) >= MOST_CORES:
+                raise ConfigError(f"cores {text!r}: Linux has no core beyond {MOST_CORES - 1}")
             cores.update(range(int(first), int(last if dash else first) + 1))
     except ValueError:
         cores.clear()

@@ -7,14 +7,21 @@
 
 from __future__ import annotations
 
+import io
+import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Final
+
+from hytrain.errors import ConfigError
 
 EXIT_USAGE: Final = 2
 EXIT_DIVERGED: Final = 3
 EXIT_AGAIN: Final = 75
+EXIT_SIGNAL: Final = 128
 #: Signals that end a run, in its program's own time.
 ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Signals whose meaning is the user's program's, such as a batch system's warning that the time is up.
@@ -28,15 +35,32 @@ def on_endings(handler: Callable[[int, FrameType | None], None]) -> None:
             signal.signal(number, handler)
 
 
+@contextmanager
+def printing() -> Iterator[None]:
+    """What a command does and prints. `| head` may end it; what the terminal's encoding lacks becomes a question mark.
+
+    Raises `ConfigError` for what the system refuses.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or else Python's flush at exit fails, too
+        if not isinstance(error, BrokenPipeError):
+            raise ConfigError(f"{error.filename or 'standard output'}: {error.strerror or error}") from error
+
+
 def how_it_ended(returncode: int) -> str:
-    """A return code of `subprocess` as words."""
-    return (
-        f"was killed by {signal.Signals(-returncode).name}"
-        if returncode < 0
-        else f"ended with exit status {returncode}"
-    )
+    """A return code of `subprocess` as words. Real-time signals have no names."""
+    if returncode >= 0:
+        return f"ended with exit status {returncode}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"was killed by {names.get(-returncode, f'signal {-returncode}')}"
 
 
 def exit_status(returncode: int) -> int:
     """A return code of `subprocess` as a shell reports it."""
-    return 128 - returncode if returncode < 0 else returncode
+    return EXIT_SIGNAL - returncode if returncode < 0 else returncode

@@ -280,9 +280,10 @@ def set_aside(folder: Path) -> Path | None:
     left = [path for pattern in CONTENTS for path in folder.glob(pattern)]
     if not any(path.name in ("metrics.jsonl", "checkpoints") for path in left):
         return None
-    places = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
-    aside = next(place for place in places if not place.exists())
-    aside.mkdir()
+    for aside in (folder.with_name(f"{folder.name}.{number}") for number in count(1)):
+        with suppress(FileExistsError):
+            aside.mkdir()
+            break
     for path in left:
         path.rename(aside / path.name)
     return aside

@@ -139,6 +139,8 @@ def _completion(words: TextTokenizer, prompt: str, completion: str) -> tuple[lis
 def _conversation(
     words: TextTokenizer, asked: Messages, answered: Messages, tools: Any
 ) -> tuple[list[int], list[bool]]:
+    if words.hf.chat_template == CHATML:
+        asked, answered = ([_in_one_text(message) for message in part] for part in (asked, answered))
     messages = [*asked, *answered]
     template = words.hf.chat_template and words.hf.get_chat_template(tools=tools)
     if not template:
@@ -206,6 +208,16 @@ def _messages(value: object) -> Messages:
         if not isinstance(message.get("content") or "", (str, list)):
             raise ConfigError("has a message whose content is not a text.")
     return [{key: part for key, part in message.items() if part is not None} for message in value]
+
+
+def _in_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content as a text, which may come in parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        raise ConfigError("has a message with parts that are no text, for which chatml has no place.")
+    return message | {"content": "".join(part["text"] for part in content)}
 
 
 def _is_empty(message: dict[str, Any]) -> bool:

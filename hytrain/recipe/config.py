@@ -19,9 +19,20 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, PydanticCustomError
+from yaml.error import MarkedYAMLError
 
 from hytrain.errors import ConfigError
 from hytrain.readable import nearest, size
@@ -82,18 +93,35 @@ Ranks = Annotated[int | Literal["auto"], BeforeValidator(_count_or_rest)]
 Schedule = Literal["cosine", "cosine_with_restarts", "linear", "constant", "inverse_sqrt", "warmup_stable_decay"]
 
 
+def _is_number(kind: Any) -> bool:
+    """Whether a field of this kind may be a number. A validator before pydantic's has words of its own."""
+    inside = get_args(kind)
+    return kind in (int, float) or (
+        not any(isinstance(each, BeforeValidator) for each in inside) and any(map(_is_number, inside))
+    )
+
+
 class Section(BaseModel):
     """A frozen part of the recipe. Unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        """True and false are no numbers, as which Python has them."""
+        field = cls.model_fields[str(info.field_name)]
+        if isinstance(value, bool) and _is_number(Annotated[field.annotation, *field.metadata, None]):
+            raise PydanticCustomError("bool", "it should be no truth value")
+        return value
 
 
 class Run(Section):
     """The run's folder, and what makes the run repeatable."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
-    dir: Path = Path("runs")
-    seed: Count = 0
+    dir: Annotated[Path, AfterValidator(lambda path: _expanded(path))] = Path("runs")
+    seed: Annotated[Count, Field(lt=1 << 63)] = 0
     threads: Positive = 2  # of a trainer on a CPU; gradients depend on the number, so it is never guessed
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()  # [tensorboard, wandb]; W&B offline, or as WANDB_MODE says
 
@@ -361,11 +389,13 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"The recipe {path} can't be read: {error.strerror}.") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"The recipe {path} is not valid YAML{_place(error)}.") from None
+    except RecursionError:
+        raise ConfigError(f"The recipe {path} is nested too deeply.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"The recipe {path} is not UTF-8: {error}.") from None
     if not isinstance(tree, dict):
@@ -418,12 +448,25 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f'; did you mean "{close}"?' if close else "."
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping with one key twice, of which YAML has the last one alone."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set[str]()
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            if key.value in seen:
+                raise MarkedYAMLError(problem=f'the key "{key.value}" is there twice', problem_mark=key.start_mark)
+            seen.add(key.value)
+        return node
+
+
 def _parse_override(override: str) -> Tree:
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         raise ConfigError(f'The override "{override}" is not of the form section.key=value.')
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f'The override "{override}" has an invalid value{_place(error)}.') from None
     for part in reversed(key.split(".")):
@@ -448,9 +491,17 @@ def _absolute(tree: Tree, base: Path) -> Tree:
     return tree
 
 
+def _expanded(path: str | Path) -> Path:
+    """With the home of `~` or `~user`, if there is one: a file may be called so."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def _based(value: object, base: Path) -> object:
     if isinstance(value, str) and value not in PATH_WORDS:
-        return str(base / Path(value).expanduser())
+        return str(base / _expanded(value))
     if isinstance(value, list):
         return [_based(item, base) for item in value]
     return value

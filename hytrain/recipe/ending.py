@@ -32,6 +32,7 @@ class Ending:
 
     def __init__(self) -> None:
         self.number = 0
+        self.at_once = False  # `Ended` was raised: code that it interrupted may have made another exception of it
         self._waits = False
 
     def listen(self) -> None:
@@ -44,7 +45,8 @@ class Ending:
         """The handler. Raises Ended unless steps are trained, or a signal came before."""
         if self.number == 0:
             self.number = number
-            if not self._waits:
+            self.at_once = not self._waits
+            if self.at_once:
                 raise Ended(number)
 
     @contextmanager

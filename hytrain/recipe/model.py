@@ -65,6 +65,8 @@ def configuration(model: config.Model, vocab_size: int | None, sequence_length: 
             f"data.sequence_length is {sequence_length}, but the model takes at most {limit} tokens; "
             "shorten the sequences or enlarge the model's position limit."
         )
+    if getattr(text, "is_decoder", None) is False:  # an encoder would see the tokens that it is to predict
+        text.is_decoder = True
     return hf
 
 
@@ -278,5 +280,5 @@ def _from_fields(fields: dict[str, Any], vocab_size: int | None) -> Any:
     given.update({name: value for name, value in fields.items() if name != "model_type"})
     try:
         return AutoConfig.for_model(kind, **given)
-    except (StrictDataclassError, TypeError, ValueError) as error:
+    except (StrictDataclassError, ArithmeticError, TypeError, ValueError) as error:
         raise ConfigError(f"model.config is not a valid {kind}: {' '.join(str(error).split())}") from None

@@ -58,8 +58,13 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Row]]:
             continue
         place = f"{file}, line {number},"
         try:
-            row = json.loads(line)
-        except ValueError as error:
+            written = line.decode()
+            row = json.loads(written)
+            if "\\ud" in written.lower():  # half of a pair of escapes is no character, and becomes a question mark
+                row = json.loads(json.dumps(row, ensure_ascii=False).encode(errors="replace"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{place} is not UTF-8: {error}.") from None
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{place} is not valid JSON: {error}.") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{place} is not a JSON object.")

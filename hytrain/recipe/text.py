@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import lzma
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -97,5 +98,5 @@ def content(file: Path) -> bytes:
         if file.suffix.lower() == ".xz":
             return lzma.decompress(raw)
         return gzip.decompress(raw) if file.suffix.lower() == ".gz" else raw
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise ConfigError(f"The data file {file} can't be read: {error}.") from None

@@ -94,7 +94,7 @@ def load(folder: Path) -> TextTokenizer:
         raise ConfigError(f"The folder {folder} holds no tokenizer; name the folder of one as tokenizer.path.")
     try:
         return TextTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"The folder {folder} holds no usable tokenizer: {str(error).splitlines()[0]}") from None
 
 

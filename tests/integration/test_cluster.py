@@ -175,8 +175,9 @@ def test_one_run_after_another_in_one_folder(
     monkeypatch.delenv("HYTRAIN_RUN_DIR")
     monkeypatch.setattr(run_folder, "claim", lambda folder: held.append(claim(folder)))
 
-    def start(*overrides: str, steps: int = 0) -> tuple[int, str]:
+    def start(*overrides: str, steps: int = 0, status: int | None = None) -> tuple[int, str]:
         """The command's status and sentence, where its processes make so many steps: without one they refuse."""
+        ends_with = status if status is not None else 0 if steps else 2
 
         class Supervisor(nullcontext[object]):
             def __init__(self, config: ClusterConfig, **others: object) -> None:
@@ -188,7 +189,7 @@ def test_one_run_after_another_in_one_folder(
                 if steps:
                     with (folder / "metrics.jsonl").open("a") as metrics:
                         metrics.write("a step\n" * steps)
-                return 0 if steps else 2
+                return ends_with
 
         monkeypatch.setattr(launcher, "Supervisor", Supervisor)
         status = launcher.main([str(recipe), *[word for override in overrides for word in ("--set", override)]])
@@ -207,6 +208,7 @@ def test_one_run_after_another_in_one_folder(
     os.close(lock)
     status, said = start()
     assert status == 2 and f"nothing was trained, so the earlier run is back in {folder}" in said and not aside.exists()
+    assert start(status=130)[0] == 130 and contents(folder) == before, "Ctrl-C before the first step"
     assert start("train.resume=latest") == (2, "") and contents(folder) == before
     status, said = start(steps=3)
     assert status == 0 and f"{folder} had an earlier run in it, which is in {aside} now" in said

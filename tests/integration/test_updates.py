@@ -603,24 +603,27 @@ def test_a_layer_that_lacks_gradients_is_measured_before_its_update_begins() -> 
 @pytest.mark.parametrize("synchronizes", [False, True])
 def test_gradients_that_stay_over_steps_stay_when_their_layers_move(synchronizes: bool) -> None:
     """With the next gradient, or as soon as somebody wants all updates to be over: who saves, or closes."""
-    moved = list[int]()
 
-    def run(model: nn.Module, opt: Any) -> None:
-        for step in range(12):
-            backward(model, step)
-            opt.step()
-            if synchronizes and isinstance(opt, hytrain.AdamW):
-                opt.synchronize()
-            if step % 3 == 2:
-                opt.zero_grad()
-            if isinstance(opt, hytrain.AdamW):
-                wait_for_coordinator(opt)
-                opt._engine._handover.wait()
-        if isinstance(opt, hytrain.AdamW):
-            moved.append(opt.statistics().moved)
+    def train_on(model: nn.Module, opt: Any, step: int) -> None:
+        backward(model, step)
+        opt.step()
+        if synchronizes and isinstance(opt, hytrain.AdamW):
+            opt.synchronize()
+        if step % 3 == 2:
+            opt.zero_grad()
 
-    same_as_torch(run, perceptron, updates="step", policy="random")
-    assert moved[0] > 4
+    ours, theirs, steps = perceptron(), perceptron(), 0
+    with adamw(ours, updates="step", policy="random") as opt:
+        while steps < 12 or opt.statistics().moved <= 4:
+            train_on(ours, opt, steps)
+            wait_for_coordinator(opt)
+            opt._engine._handover.wait()
+            steps += 1
+        opt.synchronize()
+    reference = Reference(theirs, lr=LR)
+    for step in range(steps):
+        train_on(theirs, reference, step)
+    assert differing(weights(ours), weights(theirs)) == []
 
 
 def test_a_gradient_that_is_written_waits_for_the_update_that_reads_it(gate: threading.Event) -> None:

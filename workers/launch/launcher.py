@@ -19,7 +19,7 @@ from hytrain.config import ClusterConfig, workers_environment
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.extras import needed
 from workers import run_folder
-from workers.exits import EXIT_USAGE
+from workers.exits import EXIT_SIGNAL, EXIT_USAGE, printing
 from workers.launch import time_limit, torchrun
 from workers.launch.output import drain, say
 from workers.launch.supervisor import Supervisor
@@ -40,15 +40,14 @@ PROGRAMS: Final = "a recipe (.yaml), a Python program (.py) or -m and a module"
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit status of the first process that failed, or 2 for bad input."""
     try:
-        arguments = _parse(sys.argv[1:] if argv is None else argv)
-        if arguments.attach is not None:
-            config = ClusterConfig(**json.loads(arguments.config))
-            return _attach(arguments.attach, arguments.name, config, arguments.ranks)
-        return _run(arguments)
-    except BrokenPipeError:  # `| head` has exited; without this, Python's flush at exit fails too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with printing():
+            arguments = _parse(sys.argv[1:] if argv is None else argv)
+            if arguments.attach is not None:
+                config = ClusterConfig(**json.loads(arguments.config))
+                return _attach(arguments.attach, arguments.name, config, arguments.ranks)
+            return _run(arguments)
         return 0
-    except (ClusterError, ConfigError, FileNotFoundError) as error:
+    except (ClusterError, ConfigError) as error:
         say(f"hytrain-cluster: {error}")
         return 1 if isinstance(error, ClusterError) else EXIT_USAGE
     finally:
@@ -191,32 +190,35 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
     assert config.run_dir is not None, "a recipe names its folder"
     folder = Path(config.run_dir).resolve()
 
+    own = _claim(folder, job)
+    config = config.model_copy(update={"run_dir": str(own)})
+    supervisor = Supervisor(config, default_name=recipe.run.name, ranks=job.ranks if job else 1)
+
     def supervise(resolved: Path) -> int:
         """Run the recipe's processes, in the run's folder. The recipe is written to `resolved`."""
-        supervisor = Supervisor(config, default_name=recipe.run.name, ranks=job.ranks if job else 1)
         supervisor.say_where()
         with supervisor:
-            resolved.write_text(recipes.dump(recipe))
+            resolved.write_text(recipes.dump(recipe), encoding="utf-8")
             command = [sys.executable, "-P", "-m", "workers.train.trainer", str(resolved), "--run-dir", str(folder)]
             if sys.stderr.isatty():
                 command.append("--terminal")
             return supervisor.supervise(command, job, end_s=end_s, restarts=restarts, recipe_in=folder)
 
-    if (own := _claim(folder, job)) != folder:
-        config = config.model_copy(update={"run_dir": str(own)})
+    if own != folder:
         return supervise(own / "recipe.yaml")
     resolved, aside = folder / "recipe.yaml", None
     if recipe.train.resume is None and (aside := run_folder.set_aside(folder)) is not None:
         say(f"hytrain-cluster: {folder} had an earlier run in it, which is in {aside} now")
-    before, progress = resolved.read_text() if resolved.exists() else None, run_folder.progress(folder)
+    before, progress = resolved.read_bytes() if resolved.exists() else None, run_folder.progress(folder)
     status = EXIT_USAGE
     try:
         status = supervise(resolved)
     finally:
-        if status == EXIT_USAGE and aside is not None and run_folder.bring_back(folder, aside):
+        is_told = status == EXIT_USAGE or status > EXIT_SIGNAL  # nobody needs the logs
+        if is_told and aside is not None and run_folder.bring_back(folder, aside):
             say(f"hytrain-cluster: nothing was trained, so the earlier run is back in {folder}")
-        elif status == EXIT_USAGE and before is not None and run_folder.progress(folder) == progress:
-            resolved.write_text(before)
+        elif is_told and before is not None and run_folder.progress(folder) == progress:
+            resolved.write_bytes(before)
     return status
 
 

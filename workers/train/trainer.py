@@ -29,7 +29,7 @@ from hytrain.extras import importing, needed
 from hytrain.recipe import config
 from hytrain.recipe.ending import Ended, Ending
 from hytrain.run.saved import BEGUN, FINISHED, mark, way_on
-from workers.exits import EXIT_DIVERGED, EXIT_USAGE
+from workers.exits import EXIT_DIVERGED, EXIT_SIGNAL, EXIT_USAGE, printing
 from workers.worker import worker_logging
 
 if TYPE_CHECKING:
@@ -60,16 +60,21 @@ def main() -> int:
 
         summary = train(recipe, arguments.run_dir, terminal=arguments.terminal, ending=ending)
     except Ended as ended:
-        status, sentence = 128 + ended.number, f"{ended.how}; {way_on(arguments.run_dir)}"
+        status, sentence = EXIT_SIGNAL + ended.number, f"{ended.how}; {way_on(arguments.run_dir)}"
     except (Diverged, NonFiniteGradients) as error:
         status, sentence = EXIT_DIVERGED, f"{error}; {way_on(arguments.run_dir)}"
     except (ConfigError, UnsupportedError, CapacityError, BackendUnavailable) as error:
         status, sentence = EXIT_USAGE, str(error)
+    except Exception:
+        if not ending.at_once:
+            raise
+        status, sentence = EXIT_SIGNAL + ending.number, f"interrupted; {way_on(arguments.run_dir)}"
     else:
         mark(joined_cluster(), FINISHED)
         status, sentence = 0, summary.render()
     if voices is None or voices.first():
-        print(f"hytrain: {sentence}" if status else sentence, file=sys.stderr if status else sys.stdout)
+        with printing():
+            print(f"hytrain: {sentence}" if status else sentence, file=sys.stderr if status else sys.stdout)
     if voices is not None and not status:
         voices.leave()
     return status

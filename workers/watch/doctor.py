@@ -31,7 +31,7 @@ from hytrain.memory import host
 from hytrain.readable import gib, size, table
 from protocol.handles import EXACT, Precision
 from workers import affinity
-from workers.exits import EXIT_USAGE
+from workers.exits import EXIT_USAGE, printing
 
 if TYPE_CHECKING:
     from workers.watch.fits import Host
@@ -133,10 +133,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if asked.batch < 1 or asked.sequence < 1:
             raise ConfigError("--batch and --sequence must be at least 1")
-        if asked.cpu:
-            print(json.dumps(_measure_cpu(asked.cores, asked.threads)))
-        else:
-            print(_told(asked))
+        with printing():
+            print(json.dumps(_measure_cpu(asked.cores, asked.threads)) if asked.cpu else _told(asked))
     except (ClusterError, ConfigError) as error:
         print(f"hytrain-cluster: {error}", file=sys.stderr)
         return 1 if isinstance(error, ClusterError) else EXIT_USAGE

@@ -30,7 +30,7 @@ from hytrain.monitoring import ANSWER_S, LOOK_S, Client, find, live_runs
 from hytrain.readable import age, gib
 from protocol import messages as m
 from workers import run_folder
-from workers.exits import EXIT_USAGE
+from workers.exits import EXIT_USAGE, printing
 from workers.watch import report, story, timeline, web
 from workers.watch import status_text as text
 from workers.watch.alerts import Alerts
@@ -59,36 +59,38 @@ ORDERS: Final = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns 0 when the run has ended, and 2 if there is no such run or it refuses a command."""
-    words = sys.argv[1:] if argv is None else list(argv)
     try:
-        if words[:1] == ["report"]:
-            return report.main(words[1:])
-        if words[:1] == ["trace"]:
-            return timeline.main(words[1:])
-        arguments = _parse(words)
-        if arguments.list:
-            for line in _listing(_runs_in(arguments.run, or_live=True), time.time(), as_json=arguments.json):
-                print(line)
-            return 0
-        if arguments.prune:
-            return _prune(arguments.run, arguments.keep)
-        if arguments.web is not None:
-            return _serve(arguments)
-        looks = not (arguments.command or arguments.follow or arguments.json)
-        if looks and (folder := _ended(arguments.run)) is not None:
-            print(report.as_text(story.read(folder)))
-            print(f"\nhytrain-monitor report {arguments.run} writes a page about it, and --web shows it")
-            return 0
-        with Client(find(arguments.run, alone=arguments.command is not None)) as client:
-            return _run(client, arguments)
+        with printing():
+            return _main(sys.argv[1:] if argv is None else list(argv))
+        return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `| head` has exited; without this, Python's flush at exit fails too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (ConfigError, ClusterTimeout) as error:
         print(f"hytrain-monitor: {error}", file=sys.stderr)
         return EXIT_USAGE if isinstance(error, ConfigError) else 1
+
+
+def _main(words: Sequence[str]) -> int:
+    if words[:1] == ["report"]:
+        return report.main(words[1:])
+    if words[:1] == ["trace"]:
+        return timeline.main(words[1:])
+    arguments = _parse(words)
+    if arguments.list:
+        for line in _listing(_runs_in(arguments.run, or_live=True), time.time(), as_json=arguments.json):
+            print(line)
+        return 0
+    if arguments.prune:
+        return _prune(arguments.run, arguments.keep)
+    if arguments.web is not None:
+        return _serve(arguments)
+    looks = not (arguments.command or arguments.follow or arguments.json)
+    if looks and (folder := _ended(arguments.run)) is not None:
+        print(report.as_text(story.read(folder)))
+        print(f"\nhytrain-monitor report {arguments.run} writes a page about it, and --web shows it")
+        return 0
+    with Client(find(arguments.run, alone=arguments.command is not None)) as client:
+        return _run(client, arguments)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
