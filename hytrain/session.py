@@ -229,9 +229,9 @@ class Session(Site):
         """Raise `UsageError` if an unfrozen parameter got a gradient, but the model was not called since it was."""
         if any(p.grad is not None and id(p) not in _managed for of in self._others if (p := of()) is not None):
             raise UsageError(
-                "a parameter that was unfrozen has a gradient, but the model itself has not been called since then: "
-                "call it between two steps, so that HyTrain sees it (opt.zero_grad() drops what was summed for this "
-                "one)"
+                "a parameter that was unfrozen has a gradient, but since then the model itself has not been called "
+                "between two steps, where HyTrain sees it: unfreeze before a step's first forward (opt.zero_grad() "
+                "drops what was summed for this one)"
             )
 
     def log(self, step: int, numbers: dict[str, float]) -> None:

@@ -144,7 +144,8 @@ def tell_of_conversion(source: str, moments: set[str], has_masters: bool, own: P
     """Log that moments become another dtype than they had where they were saved, or that masters are left out."""
     wanted = own.state_dtype
     for dtype in moments - {wanted}:
-        narrower = ", rounded to nearest" if DTYPE_BYTES[wanted] < DTYPE_BYTES[dtype] else ""
+        nbytes = DTYPE_BYTES.get(dtype) or getattr(torch, dtype).itemsize  # of somebody else's, perhaps float64
+        narrower = ", rounded to nearest" if DTYPE_BYTES[wanted] < nbytes else ""
         _log.warning("the moments in %s are %s: they become %s%s", source, dtype, wanted, narrower)
     if has_masters and own.master_dtype == "bfloat16":
         _log.warning("the float32 masters in %s are left out: bfloat16 weights are their own masters here", source)

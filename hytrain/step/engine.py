@@ -204,6 +204,11 @@ class Engine:
         self._meter.enter_boundary()
         self.backward.begin_by_hand()
         self.backward.end_outside()
+        if in_backward() and self._health.life.state in IN_BACKWARD:
+            raise UsageError(
+                "step() was called in a backward of its own model: HyTrain's updates begin in backward by themselves, "
+                "so call it once, after backward"
+            )
         self._health.require(Event.STEP)
         self._commit.check()
         self.backward.begin_summed(by_step=True)

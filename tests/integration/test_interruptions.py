@@ -85,6 +85,15 @@ def test_waiting_in_backward_for_what_comes_after_it_is_refused() -> None:
             square_loss(model, 2).backward()
 
 
+def test_a_step_in_its_own_backward_is_refused() -> None:
+    """As where each parameter has an optimizer, which steps as soon as its gradient is there."""
+    model = perceptron()
+    with adamw(model) as opt:
+        model[0][0].weight.register_post_accumulate_grad_hook(lambda parameter: opt.step())
+        with pytest.raises(UsageError, match="in a backward of its own model"):
+            square_loss(model, 0).backward()
+
+
 def in_a_fork(check: Callable[[], None]) -> None:
     """Call `check` in a child process, whose failed assertions fail this test."""
     child = os.fork()

@@ -4,6 +4,7 @@ resume, and read in each dtype.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
@@ -13,7 +14,7 @@ from unittest.mock import Mock
 import minifloats
 import pytest
 import torch
-from helpers import adamw, differing, keep, saved_and_loaded, state, train, weights
+from helpers import adamw, differing, keep, same_as_torch, saved_and_loaded, state, train, weights
 from small_models import gpt2, language_loss, llama, square_loss
 from test_k_invariance import train_and_prepare
 from test_saving import InPieces
@@ -123,6 +124,20 @@ def test_saved_and_resumed(
         opt.load(tmp_path)
         train(second, opt, range(STEPS // 2, STEPS))
         assert differing(state(opt) | weights(second), expected | weights(whole)) == []
+
+
+def test_moments_of_twice_the_width_are_rounded_as_torch_does() -> None:
+    """Of a state that was saved of a model in float64, or that NumPy has had."""
+
+    def run(model: Any, opt: Any) -> None:
+        train(model, opt, range(2), square_loss)
+        loaded = copy.deepcopy(opt.state_dict())
+        for entry in loaded["state"].values():
+            entry |= {name: entry[name].double() / 3 for name in ("exp_avg", "exp_avg_sq")}
+        opt.load_state_dict(loaded)
+        train(model, opt, range(2, 4), square_loss)
+
+    same_as_torch(run)
 
 
 @pytest.mark.parametrize("form", ["files", "dictionary"])
