@@ -6,7 +6,6 @@ takes, and moves what it should, is shown here for whoever has none.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import time
@@ -403,9 +402,9 @@ def test_updates_wait_for_state_that_another_stream_has_awaited(
         came.update({layer.lid: layer.returned for layer in coming if layer.returned is not None})
         return done
 
-    def update(self: DeviceUpdates, layer: TrainedLayer, *given: Any) -> Any:
-        measured = update_before(self, layer, *given)
-        if (arrival := came.pop(layer.lid, None)) is not None:
+    def update(self: DeviceUpdates, made: Any) -> Any:
+        measured = update_before(self, made)
+        if (arrival := came.pop(made.layer.lid, None)) is not None:
             seen.append(arrival.done in current.stream.waited_for)
         return measured
 
@@ -495,7 +494,7 @@ def test_the_cpu_trainers_gradients_come_from_pinned_memory(monkeypatch: pytest.
 
     for name, stub in {"pin": pin, "unpin": unpin, "fetch": fetched_from}.items():
         monkeypatch.setattr(OverHostMemory, name, stub)
-    monkeypatch.setattr("hytrain.step.backward.TURN_BYTES", 5000)  # a weight and its bias at a time
+    monkeypatch.setattr("hytrain.memory.transfer.TURN_BYTES", 5000)  # a weight and its bias at a time
     expected, _ = shared(0)
     assert fetched == []
     assert differing(shared(3)[0], expected) == []
@@ -612,7 +611,6 @@ def test_memory_that_the_driver_does_not_pin(
     """Training goes on, with the same bits, and the log says it once."""
     driver = Driver(most)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(activations, "MIN_BYTES", 512)
     for name, method in {
         "pin": CudaTransfers.pin,
