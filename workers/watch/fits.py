@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -194,13 +193,12 @@ class Answer:
         """How much host memory would do, in GiB, exactly and at least; nothing if none would."""
         found = []
         for precision in (EXACT, [*self.host.rates.cpu_update][-1]):
-            planes = ((size, max(0, beside_margin(size * GIB))) for size in RAM_GIB)
-            fits = (size for size, most in planes if self._with_planes(precision, most).step_s is not None)
-            found += [(precision, least) for least in islice(fits, 1)]
+            for size in RAM_GIB:
+                most = max(0, beside_margin(size * GIB))
+                if self.host.forecast(self.shape, self.tokens, precision, host_bytes=most).step_s is not None:
+                    found.append((precision, size))
+                    break
         return found
-
-    def _with_planes(self, precision: Precision, host_bytes: int) -> Forecast:
-        return self.host.forecast(self.shape, self.tokens, precision, host_bytes=host_bytes)
 
     def paste(self) -> str:
         """The line of a training loop."""
