@@ -378,7 +378,7 @@ def build_layers(
         return TrainedParameter(name, parameter, group, rules[group], precision)
 
     for layer in layers:
-        spec = layer.describe(layer.lid, group_of, rules, grad_dtype, precision)
+        spec = layer.describe(group_of, rules, grad_dtype, precision)
         trained = TrainedLayer(layer.lid, layer.name, spec, layout(spec), [], LayerLife(layer.lid, GPU))
         for index, (piece, segment) in enumerate(zip(layer.pieces, spec.segments, strict=True)):
             if (owner := owners.get(id(piece.parameter))) is None:
