@@ -84,7 +84,8 @@ def find(status: m.Status, processes: Processes, strangers: Iterable[Stranger] =
     """All that is wrong now. `strangers`: those that take most first."""
     known = [*processes]
     troubles = [trouble for process, usage in known for trouble in _of_process(process, usage)]
-    cores = sorted({core for process, usage in known if usage and process.address.role == "optimizer" for core in usage.cores})
+    updating = [usage for process, usage in known if usage and process.address.role == "optimizer"]
+    cores = sorted({core for usage in updating for core in usage.cores})
     taking = [stranger for stranger in strangers if stranger.cpu_share >= TAKEN][:NAMED]
     if cores and taking:
         troubles.append(_of_strangers(taking, cores))
