@@ -126,7 +126,7 @@ class _Peer(_Socket):
 
 
 class Inbox(_Socket):
-    """The messages that other processes send to this one."""
+    """The messages that other processes send to this one. It is bound by its network's name."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network, zmq.ROUTER, network.name)
@@ -295,10 +295,6 @@ class Network:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sockets: list[_Socket] = []
         self._leaving = threading.Lock()
-
-    def inbox(self) -> Inbox:
-        """Bind this process's inbox."""
-        return Inbox(self)
 
     def outbox(self, to: Address | str, *, linger_s: float = 0.3, name: str | None = None) -> Outbox:
         """Connect to an inbox, given its owner's address or its name. The default `name` is the process's."""
