@@ -30,8 +30,8 @@ from hytrain.memory.lending import TRAINED, view
 from hytrain.memory.transfer import Transfers, transfers_for
 from hytrain.model.given import give
 from hytrain.model.layers import clean
-from hytrain.monitoring import find
 from hytrain.run.lender import door, peer, receive
+from hytrain.run.live import find
 from protocol.handles import PAGE_BYTES
 
 __all__ = ["Weights", "attach"]
