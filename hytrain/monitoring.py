@@ -14,10 +14,10 @@ import secrets
 import select
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from hytrain.config import Cluster
 from hytrain.errors import ClusterTimeout, ConfigError
@@ -66,7 +66,7 @@ class LayerPlace(NamedTuple):
     updated_by: str
 
 
-class Client:
+class Client(AbstractContextManager["Client"]):
     """A connection to a live run of this user on this machine, which sees it and can steer it.
 
         with hytrain.monitoring.Client() as run:
@@ -101,9 +101,6 @@ class Client:
         """Disconnect. The run goes on."""
         self._network.close()
         os.close(self._launcher)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -21,8 +21,9 @@ import select
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 import zmq
 
@@ -282,7 +283,7 @@ class Subscriber(_Peer):
         self._socket.connect(self._where)
 
 
-class Network:
+class Network(AbstractContextManager["Network"]):
     """One process's ZeroMQ context. It creates the process's sockets, and closes the remaining ones at the end.
 
     `name` identifies the process's connections and its inbox; the default is its address. Two processes that connect
@@ -329,9 +330,6 @@ class Network:
             self.context.term()
         else:
             thread.join()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
