@@ -225,7 +225,7 @@ def application(feeds: Sequence[Feed], token: str) -> Starlette:
 
     def page(request: Request) -> Response:
         # Before files are read: a record that comes twice is shown once.
-        live = [report.Live(name, feed.count) for name, feed in zip(names, feeds, strict=True)]
+        live = names, [feed.count for feed in feeds]
         return HTMLResponse(report.page([read(feed.folder) for feed in feeds], datetime.now(UTC), live=live))
 
     def metrics(request: Request) -> Response:
