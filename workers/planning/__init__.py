@@ -2,5 +2,5 @@
 
 planning.py   measurements and agreements in, plans out   commands.py   what the user has asked for
 measured.py   what was measured of steps                  mode.py       whether the CPU updates ahead of verdicts
-room.py       what memory layers take, and what there is   tried.py      how long steps were with other shares
+room.py       what layers take, and what there is         tried.py      how long steps were with other shares
 """
