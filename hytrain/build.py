@@ -244,9 +244,9 @@ class Build:
             blocks=self.blocks,
             is_stage=site.stage is not None,
             lending=Lending(self.parameters, self.transfers, lambda of: Lender(of, **at, rank=rank).close),
-            trace=TraceWriter(cluster.run_dir, link.address, EVERY_STEP if cluster.trace else NO_STEP),
+            trace=TraceWriter(cluster.run_dir, link.address, EVERY_STEP if cluster.config.trace else NO_STEP),
             updater=f"optimizer-{rank} (process {cluster.optimizer_pids[rank]})",
-            hang_timeout_s=cluster.hang_timeout_s + HANG_GRACE_S,
+            hang_timeout_s=cluster.config.hang_timeout_s + HANG_GRACE_S,
         )
 
     def _shared_matrices(self) -> SharedMatrices | None:
@@ -378,7 +378,7 @@ def build_layers(
         return TrainedParameter(name, parameter, group, rules[group], precision)
 
     for layer in layers:
-        spec = layer.describe(layer.lid, group_of, rules, grad_dtype, precision)
+        spec = layer.describe(group_of, rules, grad_dtype, precision)
         trained = TrainedLayer(layer.lid, layer.name, spec, layout(spec), [], LayerLife(layer.lid, GPU))
         for index, (piece, segment) in enumerate(zip(layer.pieces, spec.segments, strict=True)):
             if (owner := owners.get(id(piece.parameter))) is None:

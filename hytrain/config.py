@@ -88,10 +88,7 @@ class Cluster(BaseModel):
     launcher_pid: int
     coordinator_pid: int
     optimizer_pids: tuple[int, ...]  # by the rank in the cluster
-    host_memory_limit: int | None = None
-    gpu_memory_limit: int | None = None
-    hang_timeout_s: float = 600.0
-    trace: bool = False
+    config: ClusterConfig = ClusterConfig()  # of its launcher
 
     def write(self) -> None:
         """Write the file atomically, readable for this user only."""

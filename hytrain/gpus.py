@@ -19,6 +19,8 @@ class Gpu(NamedTuple):
     is_desktop: bool = False
 
 
+#: Of a GPU's memory, what a CUDA context takes.
+CONTEXT_BYTES: Final = 1 << 30
 PCIE_4, PCIE_5, NVLINK_C2C = 31.5, 63.0, 450.0
 
 GPUS: Final = {

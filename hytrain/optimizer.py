@@ -248,7 +248,7 @@ class Optimizer(StartedOptimizer):
                 wanted = "no such parameter is trained" if own is None else f"it is {own.dtype} of shape {[*own.shape]}"
                 given = f"{gradient.dtype} of shape {[*gradient.shape]}"
                 raise UsageError(f"add_gradients() got {given} for {name}: {wanted}")
-        return self._engine.add_gradients([gradients.get(name) for name in named])
+        return self._engine.backward.add([gradients.get(name) for name in named])
 
     def limit_memory(self, gpu: int | str | None = None, host: int | str | None = None) -> None:
         """Change `gpu_memory_limit` and `host_memory_limit` while training, as "24GiB" or in bytes. None leaves one.

@@ -13,8 +13,9 @@ import os
 import queue
 import threading
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 from hytrain.errors import ConfigError
 from hytrain.extras import needed
@@ -97,7 +98,7 @@ def check_trackers(names: Collection[str], option: str) -> None:
             importlib.import_module("torch.utils.tensorboard" if name == "tensorboard" else name)
 
 
-class Trackers:
+class Trackers(AbstractContextManager["Trackers"]):
     """The trackers of a run in the folder `run_dir`. `title` and `config` are what W&B tells of the run."""
 
     def __init__(
@@ -131,9 +132,6 @@ class Trackers:
         if self._thread.is_alive():
             _log.warning("the trackers miss the last numbers: writing them has taken %.0f s", CLOSE_S)
         self._thread = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(failed=kind is not None)

@@ -16,9 +16,9 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,8 @@ from hytrain.memory.lending import TRAINED, view
 from hytrain.memory.transfer import Transfers, transfers_for
 from hytrain.model.given import give
 from hytrain.model.layers import clean
-from hytrain.monitoring import find
 from hytrain.run.lender import door, peer, receive
+from hytrain.run.live import find
 from protocol.handles import PAGE_BYTES
 
 __all__ = ["Weights", "attach"]
@@ -67,7 +67,7 @@ def attach(run: str | Path | Cluster | None = None, *, rank: int = 0) -> Weights
     return Weights(run if isinstance(run, Cluster) else find(None if run is None else str(run)), rank)
 
 
-class Weights(Mapping[str, Tensor]):
+class Weights(Mapping[str, Tensor], AbstractContextManager["Weights"]):
     """One step's weights, by name: parameters, frozen ones too, and buffers. `attach` makes it.
 
     Nobody may write them: that ends the process with SIGSEGV. They stay as they are until `renew`, `release` or
@@ -214,9 +214,6 @@ class Weights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

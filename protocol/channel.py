@@ -21,8 +21,9 @@ import select
 import threading
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 import zmq
 
@@ -126,7 +127,7 @@ class _Peer(_Socket):
 
 
 class Inbox(_Socket):
-    """The messages that other processes send to this one."""
+    """The messages that other processes send to this one. It is bound by its network's name."""
 
     def __init__(self, network: Network) -> None:
         super().__init__(network, zmq.ROUTER, network.name)
@@ -282,7 +283,7 @@ class Subscriber(_Peer):
         self._socket.connect(self._where)
 
 
-class Network:
+class Network(AbstractContextManager["Network"]):
     """One process's ZeroMQ context. It creates the process's sockets, and closes the remaining ones at the end.
 
     `name` identifies the process's connections and its inbox; the default is its address. Two processes that connect
@@ -295,10 +296,6 @@ class Network:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.sockets: list[_Socket] = []
         self._leaving = threading.Lock()
-
-    def inbox(self) -> Inbox:
-        """Bind this process's inbox."""
-        return Inbox(self)
 
     def outbox(self, to: Address | str, *, linger_s: float = 0.3, name: str | None = None) -> Outbox:
         """Connect to an inbox, given its owner's address or its name. The default `name` is the process's."""
@@ -333,9 +330,6 @@ class Network:
             self.context.term()
         else:
             thread.join()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -149,16 +149,9 @@ BY_NAME: Final = {metric.name: metric for metric in METRICS}
 RENAMED: Final[dict[str, str]] = {"streamed_layers": "offloaded_layers"}
 
 
-def parsed(line: bytes | str) -> dict[str, Any]:
-    """A record of this version or an earlier one. ValueError if the line has none."""
-    record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError(f"{type(record).__name__} is no record")
-    return {RENAMED[name] if name in RENAMED else name: value for name, value in record.items()}
-
-
 def records(lines: Iterable[bytes | str]) -> Iterator[dict[str, Any]]:
-    """Those of lines, but for what a crash, or reading from the middle of a file, has cut off."""
+    """Those of lines, of this version or an earlier one, but for what a crash or the middle of a file has cut off."""
     for line in lines:
         with suppress(ValueError):
-            yield parsed(line)
+            if isinstance(record := json.loads(line), dict):
+                yield {RENAMED[name] if name in RENAMED else name: value for name, value in record.items()}

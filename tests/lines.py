@@ -1,7 +1,7 @@
 """The project's walls, and how many lines stand behind each: python -m tests.lines.
 
-core ◀── watch; recipe ◀── command line        core imports none of the others; watch and recipe not each other
-everything ◀── studies                         which nothing imports
+core ◀── integrations; watch; recipe ◀── command line    core imports none of the others, nor do they each other
+everything ◀── studies                                   which nothing imports
 
 `tests/test_house_rules.py` checks both. Of a folder that moves, change the line in `WALLS`.
 """
@@ -19,7 +19,8 @@ CORE: Final = "core"
 #: What stands behind each wall: folders, and modules without `.py`. The rest of hytrain/, workers/ and protocol/ is the
 #: core.
 WALLS: Final = {
-    "watch": ("workers/watch",),
+    "integrations": ("hytrain/integrations",),
+    "watch": ("workers/watch", "hytrain/monitoring"),
     "recipe": ("hytrain/recipe", "workers/train"),
     "command line": ("workers/launch/launcher",),
     "studies": ("examples/studies",),
@@ -27,6 +28,7 @@ WALLS: Final = {
 #: Whose modules those of a wall may import, besides their own and the core's.
 MAY_IMPORT: Final = {
     CORE: (),
+    "integrations": (),
     "watch": (),
     "recipe": (),
     "command line": ("recipe",),

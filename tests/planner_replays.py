@@ -18,8 +18,8 @@ from hytrain.planner.simulate import simulate
 from protocol import messages as m
 from protocol.address import Address
 from workers.effects import Command, Send
-from workers.planning.facts import facts, sizes_of
 from workers.planning.planning import Planning
+from workers.planning.room import facts, sizes_of
 
 BLOCKS = 12
 NOISE = 0.04

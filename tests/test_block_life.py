@@ -56,25 +56,22 @@ def test_what_a_state_means() -> None:
 @pytest.mark.parametrize("state", State)
 def test_a_block_leaves_only_what_it_shares_with_the_host(state: State) -> None:
     life = life_in(state)
-    assert life.may_leave(is_shared=True) is (state in (State.HERE, State.STALE))
     life.begin_use()
     life.begin_use()
     life.end_use()
-    assert not life.may_leave(is_shared=False)
+    assert not life.may_leave
     life.end_use()
-    assert life.may_leave(is_shared=False) is (state in (State.HERE, State.STALE))
+    assert life.may_leave is (state in (State.HERE, State.STALE))
 
 
 @pytest.mark.parametrize("pin", PINS, ids=lambda pin: pin.name)
 @pytest.mark.parametrize("state", [State.HERE, State.STALE], ids=lambda state: state.name)
 def test_a_pinned_block_stays(state: State, pin: Pin) -> None:
-    """One of which somebody may have a view stays while somebody shares its memory."""
+    """But for one of which somebody may have a view: that matters only while somebody shares its memory."""
     life = life_in(state)
     life.pin(pin)
-    assert not life.may_leave(is_shared=True)
-    if pin is Pin.VIEWED:
-        assert life.may_leave(is_shared=False)
-    else:
+    assert life.may_leave is (pin is Pin.VIEWED)
+    if pin is not Pin.VIEWED:
         with pytest.raises(InvalidTransition, match=f"FREE while {state.name}, Pin.{pin.name}"):
             life.on(Event.FREE)
         assert life.state is state
@@ -106,7 +103,7 @@ def test_any_events(steps: list[Event | tuple[str, Pin] | str]) -> None:
     for step in steps:
         before = life.state, life.pins
         if isinstance(step, Event):
-            could_leave = life.may_leave(is_shared=False)
+            could_leave = life.may_leave
             try:
                 life.on(step)
             except InvalidTransition:
@@ -126,5 +123,5 @@ def test_any_events(steps: list[Event | tuple[str, Pin] | str]) -> None:
         elif step == "begin_use" or users:
             getattr(life, step)()
             users += 1 if step == "begin_use" else -1
-        assert not (users and life.may_leave(is_shared=False))
+        assert not (users and life.may_leave)
         life.check()

@@ -52,7 +52,6 @@ PURE = (
     "workers/coordinate/fleet.py",
     "workers/coordinate/members.py",
     "workers/planning/commands.py",
-    "workers/planning/facts.py",
     "workers/planning/measured.py",
     "workers/planning/mode.py",
     "workers/planning/planning.py",
@@ -261,7 +260,7 @@ def test_what_is_allowed_passes() -> None:
     assert violations("'a model of 80 GB'\ntold = f'{rate:.0f} GB/s'", "hytrain/build.py") == []
     assert violations("from hytrain.planner import decide\nimport protocol", "workers/coordinate/coordinator.py") == []
     assert (
-        violations("from workers import affinity\nfrom workers.planning import facts", "workers/watch/doctor.py") == []
+        violations("from workers import affinity\nfrom workers.planning import room", "workers/watch/doctor.py") == []
     )
     assert violations("from hytrain.recipe import config", "workers/launch/launcher.py") == []
     assert breaches("from hytrain.recipe import loop\nimport workers.watch.web", "examples/studies/digits.py") == []

@@ -60,7 +60,7 @@ def waiting(model: nn.Module, layer: ModelLayer) -> list[str]:
 
 def described(layers: list[ModelLayer]) -> list[Layer]:
     group_of = {id(piece.parameter): 0 for layer in layers for piece in layer.pieces}
-    return [layer.describe(layer.lid, group_of, ["adamw"] * 2, None, EXACT) for layer in layers]
+    return [layer.describe(group_of, ["adamw"] * 2, None, EXACT) for layer in layers]
 
 
 # ---------------------------------------------------------------- models people have
@@ -225,7 +225,7 @@ def test_a_layer_mixes_dtypes_segment_by_segment() -> None:
     group_of = {id(p): int(p.ndim < 2) for p in model.parameters()}
     smaller = Precision("bfloat16", "bfloat16")
     for grad_dtype, norm_gradients in ((None, "float32"), (torch.bfloat16, "bfloat16")):
-        spec = layer.describe(0, group_of, ["adamw", "lion"], grad_dtype, smaller)
+        spec = layer.describe(group_of, ["adamw", "lion"], grad_dtype, smaller)
         assert [(s.name, s.dtype, s.grads_dtype, s.group) for s in spec.segments] == [
             ("linear.weight", "bfloat16", "bfloat16", 0),
             ("linear.bias", "float16", "float16", 1),

@@ -17,7 +17,7 @@ from hytrain.errors import ClusterTimeout, ConfigError
 from hytrain.monitoring import TAIL_BYTES, Client, LayerPlace
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
-from protocol.channel import REPLIES_HIGH_WATER_MARK, Network
+from protocol.channel import REPLIES_HIGH_WATER_MARK, Inbox, Network
 from protocol.placement import Places
 from workers.coordinate.records import SHOWN_BYTES
 
@@ -28,7 +28,7 @@ class Run:
     """A run of which there is only a coordinator's inbox, with what it is asked."""
 
     def __init__(self, folder: Path, network: Network) -> None:
-        self.inbox, self.network = network.inbox(), network
+        self.inbox, self.network = Inbox(network), network
         pids = {"launcher_pid": os.getpid(), "coordinator_pid": os.getpid(), "optimizer_pids": (os.getpid(),)}
         self.cluster = Cluster(run_name="demo", run_dir=str(folder), socket_dir=network.socket_dir, token=TOKEN, **pids)
         self.cluster.write()

@@ -275,7 +275,7 @@ def test_matrices_are_not_cut() -> None:
     rules, parameters = ["adamw", "muon"], [model.first.weight, model.second.weight]
     layers = split_layers(model, set(map(id, parameters)), whole={id(model.second.weight)}, piece_numel=2560)
     group_of = {id(parameter): group for group, parameter in enumerate(parameters)}
-    specs = [layer.describe(layer.lid, group_of, rules, None, EXACT) for layer in layers]
+    specs = [layer.describe(group_of, rules, None, EXACT) for layer in layers]
     assert [(s.numel, s.rule in ON_DEVICE, s.shape, s.by_columns) for spec in specs for s in spec.segments] == [
         (2176, False, (), False),
         (2176, False, (), False),

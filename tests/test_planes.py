@@ -68,7 +68,7 @@ def test_gradients_take_memory_only_while_they_are_held(arena: HostArena, planes
     weights.fill_(3)
     before = taken()
     for _ in range(2):
-        planes.hold_gradients()
+        planes.pin("grads")
         for plane in planes.grads:
             plane.fill_(1)
         assert taken() == before + LAYOUT.plane_nbytes["grads"]

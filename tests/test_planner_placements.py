@@ -23,9 +23,9 @@ from protocol import messages as m
 from protocol.address import Address
 from protocol.placement import CPU, GPU, VISIT, Places
 from workers.effects import Command, Remember, Send
-from workers.planning.facts import facts, sizes_of
 from workers.planning.last import LastPlan
 from workers.planning.planning import Planning
+from workers.planning.room import facts, sizes_of
 
 TRAINER, OPTIMIZER = Address("trainer", 0), Address("optimizer", 0)
 PIECES = 2

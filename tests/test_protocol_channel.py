@@ -110,7 +110,7 @@ def received(inbox: Inbox) -> Message:
 
 
 def test_an_answer_comes_back_to_who_asked(folder: str, network: Network) -> None:
-    inbox = network.inbox()
+    inbox = Inbox(network)
     with (
         Network(folder, token=TOKEN, address=MONITOR, name="monitor-7-one") as one,
         Network(folder, token=TOKEN, address=MONITOR, name="monitor-7-two") as two,
@@ -141,7 +141,7 @@ def test_what_is_no_message_is_logged_and_dropped(
     network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture, frames: list[bytes], reason: str
 ) -> None:
     """One wait takes in the bad and the good: a bad frame must not end it."""
-    inbox = network.inbox()
+    inbox = Inbox(network)
     raw.send(*frames)
     raw.good(seq=6, lid=3)
     assert received(inbox) == ready(3)
@@ -151,7 +151,7 @@ def test_what_is_no_message_is_logged_and_dropped(
 def test_a_number_that_came_before_is_dropped(
     folder: str, network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture
 ) -> None:
-    inbox = network.inbox()
+    inbox = Inbox(network)
     for seq, lid in ((0, 0), (1, 1), (1, 2), (0, 3), (7, 4)):
         raw.good(seq, lid)
     assert [received(inbox) for _ in range(3)] == [ready(lid) for lid in (0, 1, 4)]
@@ -179,7 +179,7 @@ def test_what_a_sender_may_not_send_is_dropped(
     message: Message,
     reason: str,
 ) -> None:
-    inbox = network.inbox()
+    inbox = Inbox(network)
     raw.send(encode(message, token=TOKEN, sender=sender, seq=0))
     raw.good(seq=1, lid=3)
     assert received(inbox) == ready(3)
@@ -193,7 +193,7 @@ def test_each_message_has_a_role_that_sends_it() -> None:
 def test_who_is_not_admitted_is_dropped(
     folder: str, network: Network, raw: RawPeer, dropped: pytest.LogCaptureFixture
 ) -> None:
-    inbox = network.inbox()
+    inbox = Inbox(network)
     inbox.admit("optimizer-0-friend")
     raw.good(seq=0)
     while not dropped.text:
@@ -208,7 +208,7 @@ def test_a_flood_ends_no_wait_late_and_fills_no_log(
     network: Network, dropped: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Junk that never ends keeps neither a wait without time from ending, nor a death from being noticed."""
-    inbox, left = network.inbox(), iter(range(10**6))
+    inbox, left = Inbox(network), iter(range(10**6))
 
     def junk() -> list[bytes]:
         next(left)  # raises in the end
@@ -261,7 +261,7 @@ def test_a_death_is_seen_though_a_forked_child_lives_on(network: Network) -> Non
     process = child(code)
     assert process.stdin is not None and process.stdout is not None
     process.stdout.readline()
-    inbox = network.inbox()
+    inbox = Inbox(network)
     inbox.watch("the trainer", process.pid)
     assert inbox.receive(0) is None
     process.kill()
@@ -293,7 +293,7 @@ def test_what_a_peer_said_before_its_death_is_heard_first(
 ) -> None:
     """However late the thread is that its words pass through."""
     monkeypatch.setattr(channel, "LAST_WORDS_S", SOON_S)
-    inbox = network.inbox()
+    inbox = Inbox(network)
     with child(LAST_WORDS, folder) as process:
         inbox.watch("the child", process.pid)
         ended = os.pidfd_open(process.pid)
@@ -312,7 +312,7 @@ def test_what_has_arrived_is_heard_before_a_death_that_is_noticed_late(
     network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a reader that has other things to do, or gets no core for longer than last words have."""
-    inbox = network.inbox()
+    inbox = Inbox(network)
     network.outbox(HERE).send(ready())
     assert inbox._socket.poll(SOON_S * 1e3)
     reading, writing = os.pipe()
@@ -327,7 +327,7 @@ def test_what_has_arrived_is_heard_before_a_death_that_is_noticed_late(
 def test_an_end_that_leaves_no_words_is_told_at_once(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     """As one's own."""
     monkeypatch.setattr(channel, "LAST_WORDS_S", math.inf)
-    inbox = network.inbox()
+    inbox = Inbox(network)
     reading, writing = os.pipe()
     inbox.watch_descriptor("stop", reading, last_words_s=0.0)
     os.close(writing)
@@ -367,9 +367,9 @@ def test_a_path_that_is_too_long_for_a_socket_is_refused() -> None:
 
 
 def test_a_socket_that_was_dropped_can_be_bound_again(network: Network) -> None:
-    first = network.inbox()
+    first = Inbox(network)
     network.drop(first)
-    second = network.inbox()
+    second = Inbox(network)
     network.outbox(HERE).send(ready())
     assert received(second) == ready()
 

@@ -64,13 +64,13 @@ def test_unusable_files_are_one_sentence(tmp_path: Path) -> None:
 
 def test_split_prefers_the_end_of_a_document_and_keeps_characters_whole() -> None:
     documents = [letter * 30 for letter in (b"a", b"b", b"c", b"d")]
-    parts = text.split(b"\n\n".join(documents), validation=0.4)
-    assert parts.train == b"\n\n".join(documents[:3]) and parts.validation == documents[3]
+    seen, unseen = text.split(b"\n\n".join(documents), validation=0.4)
+    assert seen == b"\n\n".join(documents[:3]) and unseen == documents[3]
     whole = ("\N{SNOWMAN}" * 101).encode()
     for validation in (0.1, 0.33, 0.5, 0.77):
-        parts = text.split(whole, validation)
-        assert parts.train + parts.validation == whole
-        assert len(parts.validation.decode()) == pytest.approx(101 * validation, abs=1)
+        seen, unseen = text.split(whole, validation)
+        assert seen + unseen == whole
+        assert len(unseen.decode()) == pytest.approx(101 * validation, abs=1)
 
 
 def test_bytes_are_their_own_tokens(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def worker_logging() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-def say_ready(descriptor: int, detail: str) -> None:
+def say_ready(descriptor: int) -> None:
     """Tell the launcher that this worker was constructed successfully."""
-    os.write(descriptor, f"{detail}\n".encode())
+    os.write(descriptor, b"\n")
     os.close(descriptor)

@@ -20,8 +20,9 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from itertools import accumulate
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +82,7 @@ class Borrower(Protocol):
     def tell(self, moved: Sequence[Moved], into: Memory) -> None: ...
 
 
-class Loan(Mapping[str, Lent]):
+class Loan(Mapping[str, Lent], AbstractContextManager["Loan"]):
     """What `opt.lend_weights()` returns: where one step's weights are, by name, until `close()` takes them back.
 
     A tensor with several names is there by each of them. `step`: the number of the last step that is in them.
@@ -167,9 +168,6 @@ class Loan(Mapping[str, Lent]):
         """Take the weights back: no other process can attach them from now on. Those that have, keep what they see."""
         if os.getpid() == self._pid:  # not of a child that was forked meanwhile
             self._lending.end(self)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -62,7 +62,7 @@ class ArenaPlanes:
         except OSError as error:
             file.close()
             raise CapacityError(f"host memory cannot be mapped: {error}") from None
-        self._pin("weights", gently=gently)
+        self.pin("weights", gently=gently)
         self._parts: dict[tuple[str, int], Tensor | None] = {}  # of the state, by bank and segment
         self._states: dict[str, list[Tensor | None]] = {}  # those of the current banks, by plane
         self.grads = self._views("grads")
@@ -97,23 +97,13 @@ class ArenaPlanes:
             self._parts[bank, index] = self._view(self.file.layout.handles[bank][index])
         return self._parts[bank, index]
 
-    def hold_gradients(self, *, gently: bool = True) -> None:
-        """Give `grads` memory, and pin it."""
-        self._pin("grads", gently=gently)
-
     def drop_gradients(self) -> None:
         """Free the memory of `grads`. The last update from it must be over."""
-        if self._unpin("grads"):
+        if self.unpin("grads"):
             free_pages(self.file.descriptor, *self._ranges["grads"])
 
-    def pin_state(self, *, gently: bool = True) -> None:
-        """Pin the state planes, for a handover or for visits, so that they are copied at the link's full speed."""
-        self._pin("state", gently=gently)
-
-    def unpin_state(self) -> None:
-        self._unpin("state")
-
-    def _pin(self, what: str, *, gently: bool) -> None:
+    def pin(self, what: str, *, gently: bool = True) -> None:
+        """Pin "weights", "state" or "grads", so that they are copied at the link's full speed. `grads` gets memory."""
         start, nbytes = self._ranges[what]
         with self._pinning:
             if what not in self._pinned:
@@ -122,7 +112,7 @@ class ArenaPlanes:
                 self._transfers.pin(self._mapping.address + start, nbytes, gently=gently)
                 self._pinned.add(what)
 
-    def _unpin(self, what: str) -> bool:
+    def unpin(self, what: str) -> bool:
         """Whether it was pinned."""
         start, nbytes = self._ranges[what]
         with self._pinning:
@@ -136,7 +126,7 @@ class ArenaPlanes:
 
         So what is left of training has room in host memory.
         """
-        self.unpin_state()
+        self.unpin("state")
         is_viewed = any(part is not None and holders(part) > 1 for part in self._parts.values())
         self._parts.clear()
         self._states.clear()
@@ -146,7 +136,7 @@ class ArenaPlanes:
     def close(self) -> None:
         """Unpin and release the mapping. Its pages stay as long as a view exists."""
         for what in self._ranges:
-            self._unpin(what)
+            self.unpin(what)
         self._parts.clear()
         del self._mapping
         self.grads, self._weights, self.banks = [], [], ()

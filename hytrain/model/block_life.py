@@ -82,7 +82,7 @@ class BlockLife:
     def on(self, event: Event) -> None:
         """Apply an event. Raises `InvalidTransition`, and changes nothing, if it is not allowed."""
         after = TRANSITIONS.get((self.state, event))
-        if after is None or (event is Event.FREE and not self.may_leave(is_shared=False)):
+        if after is None or (event is Event.FREE and not self.may_leave):
             pins = "" if self.pins is Pin.NONE and not self._users else f", {self.pins}, in {self._users} operations"
             raise InvalidTransition(f"{event.name} while {self.state.name}{pins}")
         self._be(after)
@@ -102,9 +102,10 @@ class BlockLife:
         assert self._users > 0, "as often as `begin_use`"
         self._users -= 1
 
-    def may_leave(self, *, is_shared: bool) -> bool:
-        """Whether it is on the GPU and nothing pins it. `is_shared`: others have its memory, too."""
-        pins = self.pins if is_shared else self.pins & ~Pin.VIEWED
+    @property
+    def may_leave(self) -> bool:
+        """Whether it is on the GPU, and nothing pins it but views, which matter while others have its memory, too."""
+        pins = self.pins & ~Pin.VIEWED
         return self.state in (State.HERE, State.STALE) and pins is Pin.NONE and not self._users
 
     def check(self) -> None:

@@ -80,7 +80,6 @@ class ModelLayer:
 
     def describe(
         self,
-        position: int,
         group_of: dict[int, int],
         rules: Sequence[str],
         grad_dtype: torch.dtype | None,
@@ -115,7 +114,7 @@ class ModelLayer:
             )
 
         return messages.Layer(
-            lid=self.lid, position=position, name=self.name, segments=tuple(map(segment, self.pieces))
+            lid=self.lid, position=self.lid, name=self.name, segments=tuple(map(segment, self.pieces))
         )
 
 

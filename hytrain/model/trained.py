@@ -540,7 +540,7 @@ class OffloadedBlock:
     @property
     def may_leave(self) -> bool:
         """Whether nobody needs its memory on the GPU now, and nobody else can have a view of it."""
-        if not self.life.may_leave(is_shared=False):
+        if not self.life.may_leave:
             return False
         is_arriving = any(
             [layer.is_arriving for layer in self.gate.layers]

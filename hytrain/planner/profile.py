@@ -152,11 +152,6 @@ class Profile:
         return sum(self.block_bytes.values())
 
     @cached_property
-    def largest_weights_bytes(self) -> int:
-        """Of one layer."""
-        return max(layer.weights_bytes for layer in self.layers)
-
-    @cached_property
     def block_bytes(self) -> Mapping[int, int]:
         """The weights of each block that can be offloaded."""
         found = dict.fromkeys((layer.block for layer in self.layers), 0)
@@ -220,8 +215,9 @@ class Profile:
 
         As much rests in host memory as is wanted and can be. What the GPU owns is never offloaded.
         """
-        of_blocks = _of(self.offload, self.layers, [layer for layer in self.layers if layer.weights_bytes])
-        stay_bytes = ceil((1.0 - of_blocks) * self.weights_bytes)
+        of_blocks = sum(layer.numel for layer in self.layers if layer.weights_bytes)
+        share = min(1.0, self.offload * self.numel / max(1, of_blocks))
+        stay_bytes = ceil((1.0 - share) * self.weights_bytes)
         return max(stay_bytes, owned_bytes) + self.in_window_bytes
 
     @property
@@ -357,11 +353,6 @@ def _without(groups: Iterable[_Group], lids: frozenset[int]) -> list[_Group]:
 def _spread(ranked: Sequence[_T]) -> list[_T]:
     order = sorted(range(len(ranked)), key=lambda index: f"{index:032b}"[::-1])
     return [ranked[index] for index in order]
-
-
-def _of(share: float, layers: Iterable[LayerFacts], some: Iterable[LayerFacts]) -> float:
-    """The share of `some` of the layers that has as many parameters as `share` has of all; at most 1."""
-    return min(1.0, share * sum(layer.numel for layer in layers) / max(1, sum(layer.numel for layer in some)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

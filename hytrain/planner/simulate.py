@@ -178,7 +178,7 @@ class _Window:
         block_bytes = max(self.block_bytes.values(), default=0)
         hold_bytes = profile.weights_bytes if profile.hold_bytes is None else profile.hold_bytes
         self.for_visits_bytes = wider_by_bytes(hold_bytes, block_bytes) if visits else 0
-        largest = profile.largest_weights_bytes
+        largest = max(layer.weights_bytes for layer in profile.layers)
         self._slots = max(1, (profile.window_bytes + self.for_visits_bytes) // largest) if largest else 1
         self._events, self._left_s, self._free_s = events, list[float](), 0.0
         weights_bytes = profile.weights_bytes

@@ -140,7 +140,7 @@ def export(model: Any, folder: Path, job: Job) -> Callable[[], None]:
     parts = _as_saved(model)
     if parts is None:
         _export_converted(model, folder, job)
-        return _done
+        return lambda: None
     state, shapes = parts
     plan = split_torch_state_dict_into_shards(shapes, filename_pattern=WEIGHTS, max_shard_size=MAX_FILE_BYTES)
     files, described = plan.filename_to_tensors, {name: (each.dtype, each.shape) for name, each in shapes.items()}
@@ -168,7 +168,7 @@ def export(model: Any, folder: Path, job: Job) -> Callable[[], None]:
         if loan is not None:
             return partial(loan.end_with, partial(write_all, in_parallel=False))
         write_all(state, in_parallel=True)
-        return _done
+        return lambda: None
     for number, (file, names) in enumerate(files.items()):
         whole = map(_whole, map(state.__getitem__, names))
         with job.ranks.together(), _writing(folder):
@@ -178,7 +178,7 @@ def export(model: Any, folder: Path, job: Job) -> Callable[[], None]:
             finally:
                 for _ in whole:  # all ranks take part in making each tensor whole
                     pass
-    return _done
+    return lambda: None
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -186,10 +186,6 @@ def _whole(tensor: Tensor) -> Tensor:
     made = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     tensor_file.await_devices([made])
     return made
-
-
-def _done() -> None:
-    """Everything is written already."""
 
 
 def _as_saved(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]] | None:

@@ -32,34 +32,24 @@ DATA = ("data_replicate", "data_shard")  # dimensions of the mesh whose ranks ha
 SPOKEN = "hytrain/spoken"
 
 
-class Voices:
-    """Who of a job's ranks tells the user what all of them have found."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def first(self) -> bool:
-        """Whether no other rank has asked before. Nobody waits for anybody."""
-        try:
-            return bool(self._store.add(SPOKEN, 1) == 1)
-        except dist.DistError:  # its host is gone, so perhaps nobody has spoken
-            return True
-
-    @staticmethod
-    def leave() -> None:
-        """The end of a rank that has trained. One that fails just ends, as others may not follow."""
-        dist.destroy_process_group()
+def is_first(store: Store) -> bool:
+    """Whether this rank tells the user what all have found: no other has asked before. Nobody waits for anybody."""
+    try:
+        return bool(store.add(SPOKEN, 1) == 1)
+    except dist.DistError:  # its host is gone, so perhaps nobody has spoken
+        return True
 
 
-def start(launch: Launch) -> Voices:
+def start(launch: Launch) -> Store:
     """Starts torch.distributed with what torchrun has set: gloo, and on a machine with GPUs NCCL on this rank's own."""
+    store: Store
     store, rank, world = next(rendezvous("env://"))
     if torch.cuda.is_available():
         torch.cuda.set_device(launch.local_rank % torch.cuda.device_count())
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", store=store, rank=rank, world_size=world
     )
-    return Voices(store)
+    return store
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
@@ -55,7 +56,7 @@ class Speed:
         return f"{self.tokens_per_s:,.0f} tok/s{mfu}, k {self.k:.2f}"
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """A context that shows the steps from `start` to `end`, with a bar if `terminal`; nothing if it is not to speak."""
 
     def __init__(self, start: int, end: int, terminal: bool, speaks: bool = True) -> None:
@@ -64,9 +65,6 @@ class Progress:
         self._began_s, self._next_s = time.monotonic(), 0.0
         hidden = not (terminal and speaks)
         self._bar = tqdm(total=end, initial=start, file=sys.stderr, bar_format=BAR, ncols=_columns(), disable=hidden)
-
-    def __enter__(self) -> Progress:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if not self._bar.disable:

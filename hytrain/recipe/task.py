@@ -127,18 +127,18 @@ def _read_text(recipe: Recipe, checkpoint: Path | None) -> Corpus:
     data = recipe.data
     column = data.text_column
     found = text.read(data.paths) if column is None else text.joined(tables.column(data.paths, column), data.paths)
-    parts = text.split(found, data.validation)
-    words = _tokenizer(recipe, checkpoint, parts.train)
-    held_out = words.encode(parts.validation)
+    seen, unseen = text.split(found, data.validation)
+    words = _tokenizer(recipe, checkpoint, seen)
+    held_out = words.encode(unseen)
     validation = spread(
         Windows(held_out, data.sequence_length, "validation"), recipe.train.eval_batches, data.batch_size
     )
-    training = Windows(words.encode(parts.train), data.sequence_length)
+    training = Windows(words.encode(seen), data.sequence_length)
     return Corpus(
         tokenizer=words,
         training=Batches(training, recipe.run.seed, data.batch_size, in_epochs=recipe.train.epochs is not None),
         validation=tuple(validation),
-        bytes_per_token=len(parts.validation) / len(held_out),
+        bytes_per_token=len(unseen) / len(held_out),
     )
 
 

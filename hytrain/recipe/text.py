@@ -10,7 +10,6 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from hytrain.errors import ConfigError
 
@@ -18,11 +17,6 @@ DOCUMENT_GAP = b"\n\n"
 COMPRESSED = frozenset({".xz", ".gz"})
 TEXT_SUFFIXES = frozenset({".txt", ".text", ".md"})
 TABLE_SUFFIXES = frozenset({".jsonl", ".parquet"})
-
-
-class Split(NamedTuple):
-    train: bytes
-    validation: bytes
 
 
 def read(paths: Sequence[Path]) -> bytes:
@@ -42,16 +36,16 @@ def joined(documents: Iterable[bytes], paths: Sequence[Path]) -> bytes:
     return text
 
 
-def split(text: bytes, validation: float) -> Split:
-    """Splits off the last fraction `validation`, at the next end of a document if one is near."""
+def split(text: bytes, validation: float) -> tuple[bytes, bytes]:
+    """What trains, and the last fraction `validation`, which begins at the next end of a document if one is near."""
     cut = round(len(text) * (1 - validation))
     near = cut + (len(text) - cut) // 2
     gap = text.find(DOCUMENT_GAP, cut, near)
     if gap >= 0:
-        return Split(text[:gap], text[gap:].lstrip(b"\n"))
+        return text[:gap], text[gap:].lstrip(b"\n")
     while cut < len(text) and text[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
         cut += 1
-    return Split(text[:cut], text[cut:])
+    return text[:cut], text[cut:]
 
 
 def suffix(file: Path) -> str:

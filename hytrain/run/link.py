@@ -108,7 +108,7 @@ class Link:
         self._arenas = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._network = Network(cluster.socket_dir, token=cluster.token, address=self.address, name=self.name)
         try:
-            self._inbox: Inbox = self._network.inbox()
+            self._inbox = Inbox(self._network)
             self._stop_read, self._stop_write = os.pipe()
         except BaseException:
             self._network.close()

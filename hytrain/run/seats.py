@@ -26,7 +26,7 @@ class Seat:
     """A trainer's place in a cluster. Only one optimizer can have it at a time."""
 
     def __init__(self, cluster: Cluster, rank: int, descriptor: int) -> None:
-        self.cluster = self.settings = cluster
+        self.cluster, self.settings = cluster, cluster.config
         self.rank, self._descriptor = rank, descriptor
 
     @classmethod

@@ -55,7 +55,7 @@ class Arenas:
                     raise CapacityError(f"no host memory for it: {answer.reason}")
                 made: ArenaPlanes | CapacityError = (arena := ArenaPlanes(answer, self._transfers, gently=gently))
                 if gently:
-                    arena.pin_state()
+                    arena.pin("state")
             except CapacityError as error:
                 made = error
                 self._link.post("optimizer", ReleasePlanes(lid=layer.lid))
@@ -96,7 +96,7 @@ class Arenas:
         """Pin what was unpinned for somebody to read, and visits need, before a forward."""
         for layer in self._layers:
             if layer.life.placement.visits:
-                layer.arena.pin_state(gently=False)
+                layer.arena.pin("state", gently=False)
 
     def close(self) -> None:
         for arena in self._kept.values():
@@ -118,5 +118,5 @@ class Arenas:
 
     def _made(self, layer: TrainedLayer, *, gently: bool) -> ArenaPlanes:
         arena = ArenaPlanes(made_arena(layer.layout), self._transfers, gently=gently, is_own=True)
-        arena.pin_state(gently=gently)
+        arena.pin("state", gently=gently)
         return arena

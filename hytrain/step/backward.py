@@ -257,7 +257,11 @@ class Backward:
         self._accumulation.drop()
 
     def add(self, gradients: Sequence[Tensor | None]) -> Transfer | None:
-        """Take another process's gradients, as `Engine.add_gradients` describes."""
+        """Add gradients that were computed elsewhere to the step's sums, as a backward that is not the last one.
+
+        One for each parameter, in its shape and contiguous, in pinned host memory; None where it has none. Returns the
+        last copy out of that memory, which ends after all others. Raises `UsageError` as a backward does.
+        """
         life, transfers, arrival = self._health.life, self._transfers, None
         self._health.check()
         given = zip(self._parameters, gradients, strict=True)

@@ -79,9 +79,6 @@ class Commit:
         self._groups_seen = ()
         self._verdicts.factor = self._accumulation.factor(self._parameters)
         self._device.begin_step()
-        self._tell_step()
-
-    def _tell_step(self) -> None:
         begin = StepBegin(
             step=self._health.life.step,
             groups=self._device.groups,

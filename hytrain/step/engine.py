@@ -27,7 +27,7 @@ from hytrain.kernels.backend import Backend
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.lending import Lending, Loan
 from hytrain.memory.planes import ArenaPlanes
-from hytrain.memory.transfer import Transfer, Transfers
+from hytrain.memory.transfer import Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter
 from hytrain.options import Options
@@ -251,14 +251,6 @@ class Engine:
         if life.state is State.COMMITTED:
             return self._commit.norm()
         return torch.zeros((), device=self._parameters[0].own.device)
-
-    def add_gradients(self, gradients: Sequence[Tensor | None]) -> Transfer | None:
-        """Add gradients that were computed elsewhere to the step's sums, as a backward that is not the last one.
-
-        One for each parameter, in its shape and contiguous, in pinned host memory; None where it has none. Returns the
-        last copy out of that memory, which ends after all others. Raises `UsageError` as a backward does.
-        """
-        return self.backward.add(gradients)
 
     def lend_weights(self, tensors: Mapping[str, Tensor]) -> Loan:
         """Wait for all updates, then lend what is in the model's `tensors`."""

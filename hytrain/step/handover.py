@@ -98,11 +98,11 @@ class Handover:
                 raise arena
             layer.planes, now = arena, plan.places[layer.lid]
             if now.updates == "cpu":
-                arena.hold_gradients(gently=False)
+                arena.pin("grads", gently=False)
             copied = self._transfers.state_out(_first_copies(layer, arena, now))
             if now.visits:
                 copied.synchronize()  # nobody else waits for it, and keeps its sources until then
-                arena.pin_state(gently=False)
+                arena.pin("state", gently=False)
                 self._visits.prepare()
             self._place(layer, plan, step=0, after=copied)
 
@@ -197,14 +197,14 @@ class Handover:
                 self._stays(layer, "no GPU memory for its state")
                 del move.coming[index:]
                 break
-            layer.arena.pin_state()
+            layer.arena.pin("state")
         move.prepared = True
 
     def _prepare_gradients(self, move: _Move) -> None:
         """Memory for the gradients of layers that will be the CPU's."""
         for layer in [*move.leaving, *move.taken]:
             if move.plan.places[layer.lid].updates == "cpu":
-                (move.arenas.get(layer.lid) or layer.arena).hold_gradients()
+                (move.arenas.get(layer.lid) or layer.arena).pin("grads")
 
     def _prepare_visits(self, move: _Move) -> None:
         leaving = [layer for layer in move.leaving if move.plan.places[layer.lid].visits]
@@ -217,7 +217,7 @@ class Handover:
             move.leaving = [layer for layer in move.leaving if layer not in leaving]
             move.visiting.clear()
         for layer in move.visiting:
-            layer.arena.pin_state()
+            layer.arena.pin("state")
 
     def _stays(self, layer: TrainedLayer, why: object) -> None:
         """Say once why a layer cannot move. A plan may ask for it again and again."""
@@ -334,7 +334,7 @@ class Handover:
         self.wait()
         for layer in self._layers:
             if isinstance(layer.planes, ArenaPlanes):
-                layer.planes.unpin_state()
+                layer.planes.unpin("state")
 
     def has_worked(self) -> bool:
         """Whether layers moved, or their memory was prepared or released, since the last call."""
@@ -418,7 +418,7 @@ def _clear_up(
     for _, departure in copied:
         departure.synchronize()
     for arena in unpinned:
-        arena.unpin_state()
+        arena.unpin("state")
     for arena in dropping:
         arena.drop_gradients()
     for arena, copies in closing:

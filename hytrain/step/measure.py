@@ -213,16 +213,13 @@ class Meter:
     def restart(self) -> None:
         """A forward begins. Discard the one before if no backward followed it."""
         if not self._now.backward and not self._is_stage:
-            self._clock.recycle(mark for _, span in self._now.forward for mark in span)
-            self._clock.recycle(mark for waited in self._now.waited.values() for mark in waited.marks())
-            self._clock.recycle(self._now.turns)  # from a backward whose gradients were dropped
-            self._clock.recycle(mark for _, span in self._now.gathers for mark in span)
-            self._clock.recycle(self._now.of_fetched())
-            self._now.gathers.clear()
-            self._now.fetched.clear()
-            self._now.waited.clear()
-            self._now.forward.clear()
-            self._now.turns.clear()
+            now = self._now
+            spans = (mark for _, span in chain(now.forward, now.gathers) for mark in span)
+            waits = (mark for waited in now.waited.values() for mark in waited.marks())
+            turns = now.turns  # of a backward whose gradients were dropped
+            self._clock.recycle(chain(spans, waits, turns, now.of_fetched()))
+            for each in (now.gathers, now.fetched, now.waited, now.forward, now.turns):
+                each.clear()
 
     def gather(self, lids: tuple[int, ...]) -> Callable[[], None]:
         """The shards of these layers are read, and all ranks' are gathered. Returns what ends the measurement."""

@@ -174,7 +174,7 @@ class Guest:
     """In the place of a private cluster."""
 
     def __init__(self, seat: Seat) -> None:
-        self.cluster = self.settings = seat.cluster
+        self.cluster, self.settings = seat.cluster, seat.settings
         self.rank, self.close = seat.rank, seat.close
 
 

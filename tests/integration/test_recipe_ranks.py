@@ -20,7 +20,7 @@ from hytrain.errors import ConfigError
 from hytrain.recipe import config, loop, report
 from hytrain.recipe.config import Recipe
 from hytrain.recipe.optimizer import hytrain_optimizer
-from hytrain.recipe.parallel import Job, Voices
+from hytrain.recipe.parallel import Job, is_first
 from hytrain.recipe.report import Summary
 from hytrain.recipe.task import assemble
 from hytrain.run.ranks import Ranks
@@ -133,7 +133,7 @@ def one_fails() -> tuple[bool, bool]:
             if job.ranks.rank == 1:
                 raise ConfigError("no data")
     except ConfigError as error:
-        return "no data" in str(error), Voices(store).first()
+        return "no data" in str(error), is_first(store)
     return False, False
 
 

@@ -32,7 +32,7 @@ from hytrain.kernels.build import cpu
 from hytrain.run.trace import EVERY_STEP, NO_STEP, TraceWriter, clear, merge
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
-from protocol.channel import Incoming, Network, Outbox, PeerDied, PeerNotReading, Publisher
+from protocol.channel import Inbox, Incoming, Network, Outbox, PeerDied, PeerNotReading, Publisher
 from protocol.quiet import rate_limited
 from workers.coordinate.coordinator_state import CoordinatorState
 from workers.coordinate.gauges import Gauges
@@ -74,7 +74,7 @@ def main() -> int:
     with Network(arguments.socket_dir, token=arguments.token, address=COORDINATOR) as network:
         trace = TraceWriter(arguments.run_dir, COORDINATOR, EVERY_STEP if arguments.trace else NO_STEP)
         coordinator = Coordinator(network, state, Path(arguments.run_dir), trace, last_plans, life_fd=arguments.life_fd)
-        say_ready(arguments.ready_fd, "coordinating")
+        say_ready(arguments.ready_fd)
         if arguments.again:
             coordinator.ask_all()
         status = coordinator.run()
@@ -111,7 +111,7 @@ class Coordinator:
         self._metrics: dict[int, MetricsFile] = {}  # by rank
         self._failing = set[int]()  # the ranks whose records cannot be written
         self._write(0, lambda file: None)
-        self._inbox = network.inbox()
+        self._inbox = Inbox(network)
         self._inbox.watch_descriptor("the launcher", life_fd)
         self._publisher = Publisher(network)
         self._gauges = Gauges()
@@ -174,9 +174,9 @@ class Coordinator:
                     self._state.members.answered(address, answer)
         for command in self._state.beat():
             self._carry_out(command)
-        gpus = {seat.trainer: seat.planning.table.gpu for seat in self._state.fleet.taken if seat.planning is not None}
+        gpus = {seat.trainer: seat.planning.table.gpu for seat in self._state.taken if seat.planning is not None}
         read = self._gauges.read(gpus.values(), time.monotonic()) if gpus else {}
-        for seat in self._state.fleet.taken:
+        for seat in self._state.taken:
             seat.gauges = read[gpus[seat.trainer]]
 
     def _finish(self) -> None:

@@ -89,10 +89,7 @@ class RunningCluster:
             launcher_pid=os.getpid(),
             coordinator_pid=coordinator.process.pid,
             optimizer_pids=tuple(optimizer.process.pid for optimizer in optimizers),
-            host_memory_limit=self._config.host_memory_limit,
-            gpu_memory_limit=self._config.gpu_memory_limit,
-            hang_timeout_s=self._config.hang_timeout_s,
-            trace=self._config.trace,
+            config=self._config,
         )
         self._cluster.write()
 

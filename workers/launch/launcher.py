@@ -231,15 +231,10 @@ def _claim(folder: Path, job: Job | None) -> Path:
 
 
 def _cluster_settings(recipe: Recipe) -> dict[str, Any]:
-    cluster, run = recipe.cluster, recipe.run
-    return {
-        "cores": cluster.cores,
-        "threads": None if cluster.optimizer_threads == "auto" else cluster.optimizer_threads,
-        "host_memory_limit": cluster.host_memory_limit,
-        "gpu_memory_limit": cluster.gpu_memory_limit,
-        "run_dir": str(run.dir / run.name),
-        "run_name": run.name,
-    }
+    settings, run = recipe.cluster.model_dump(), recipe.run
+    threads = settings.pop("optimizer_threads")
+    named = {"run_dir": str(run.dir / run.name), "run_name": run.name}
+    return {**settings, "threads": None if threads == "auto" else threads, **named}
 
 
 def _attach(parent: int, name: str, config: ClusterConfig, ranks: int) -> int:

@@ -112,28 +112,23 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
-def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> str:
-    """Wait until `child` is ready; return its description of itself.
+def await_ready(child: Child, others: Iterable[Child], *, timeout_s: float) -> None:
+    """Wait until `child` is ready.
 
     Raises `WorkerDied` with the end of the log if `child` or one of `others` ends first, and `ClusterTimeout`.
     """
     deadline = time.monotonic() + timeout_s
     assert child.ready is not None
     watched = {child.pidfd: child, **{other.pidfd: other for other in others}}
-    said = b""
-    while not said.endswith(b"\n"):
+    while True:
         remaining = deadline - time.monotonic()
         readable, _, _ = select.select([child.ready, *watched], [], [], max(remaining, 0.0))
-        if child.ready in readable:
-            chunk = os.read(child.ready, 4096)
-            said += chunk
-            if chunk:
-                continue
+        if child.ready in readable and os.read(child.ready, 1):
+            return
         for pidfd in watched.keys() & set(readable):
             raise WorkerDied(describe_end(watched[pidfd]))
         if remaining <= 0:
             raise ClusterTimeout(f"{child.name} was not ready within {timeout_s:.0f} s{log_tail(child.log)}")
-    return said.decode().strip()
 
 
 def describe_end(child: Child) -> str:

@@ -122,7 +122,7 @@ class Arenas:
         try:
             self._arenas[lid] = arena = HostArena(layout(self._layers[lid], self.banks))
         except OSError as error:
-            with self._trainer_may_leave():
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may be leaving: its Goodbye follows
                 refuse_arena(self._connection, lid, str(error), token=self._token, sender=self._address)
             return
         self._coming.append(arena)
@@ -152,12 +152,8 @@ class Arenas:
         self._touched_bytes = 0
         self._coming.popleft()
         self.segments[arena.layout.lid] = segments_of(arena, self._layers[arena.layout.lid])
-        with self._trainer_may_leave():
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may be leaving: its Goodbye follows
             send_arena(self._connection, arena, token=self._token, sender=self._address)
-
-    def _trainer_may_leave(self) -> contextlib.suppress:
-        """It may be leaving: its Goodbye follows."""
-        return contextlib.suppress(BrokenPipeError, ConnectionResetError)
 
     def release(self, lid: int) -> None:
         """Free this process's hold on the layer's memory."""

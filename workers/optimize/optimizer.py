@@ -59,7 +59,7 @@ class Server:
 
     def __init__(self, network: Network, pinning: affinity.Pinning, trace: TraceWriter, *, life_fd: int) -> None:
         self.network, self.pinning, self.trace = network, pinning, trace
-        self.inbox = network.inbox()
+        self.inbox = Inbox(network)
         self.inbox.watch_descriptor("the launcher", life_fd)
         self.inbox.admit(str(COORDINATOR))
         self.coordinator = network.outbox(COORDINATOR)
@@ -73,7 +73,7 @@ class Server:
                 listener.listen()
                 listener.settimeout(ACCEPT_TIMEOUT_S)
                 self.join()
-                say_ready(ready_fd, self.pinning.describe())
+                say_ready(ready_fd)
                 while True:
                     self._serve_trainer(listener)
         except PeerDied as death:

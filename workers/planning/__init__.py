@@ -2,6 +2,5 @@
 
 planning.py   measurements and agreements in, plans out   commands.py   what the user has asked for
 measured.py   what was measured of steps                  mode.py       whether the CPU updates ahead of verdicts
-room.py       what memory there is for placements         tried.py      how long steps were with other shares
-facts.py      what is known of layers before any step      evictions.py  what has left the GPU with no plan
+room.py       what layers take, and what there is         tried.py      how long steps were with other shares
 """

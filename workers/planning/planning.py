@@ -26,12 +26,10 @@ from protocol.handles import Precision
 from protocol.placement import CPU, Places
 from workers.effects import Command, Note, Send
 from workers.planning.commands import Wishes
-from workers.planning.evictions import Evictions
-from workers.planning.facts import facts, sizes_of
 from workers.planning.last import Last, LastPlan
-from workers.planning.measured import Measured, Step
+from workers.planning.measured import Evictions, Measured, Step
 from workers.planning.mode import Mode
-from workers.planning.room import Room
+from workers.planning.room import Room, facts, sizes_of
 from workers.planning.tried import Tried
 
 #: Why layers stay where they are, whatever they should do.
@@ -277,15 +275,11 @@ class Planning:
         """The GPU owns these layers. The CPU updates the others, except for those that visit the GPU."""
         facts = [replace(fact, position=self.positions[fact.lid]) for fact in self._facts]
         order = Order(facts)
-        if self.wishes.policy == "random" and self.table.offload_weights is None:
-            offloaded = drawn_offloads(facts, gpu_lids, step)
-        else:
-            offloaded = order.offloaded(gpu_lids, offload)
-        if self.wishes.policy == "random":
-            visiting = drawn_visits(facts, gpu_lids, step)
-        else:
-            visiting = order.visiting(gpu_lids, offloaded, visit)
-        return Places.chosen(len(facts), gpu_lids, visiting, offloaded)
+        if self.wishes.policy != "random":
+            return order.places(gpu_lids, visit, offload)
+        draws_offloads = self.table.offload_weights is None
+        offloaded = drawn_offloads(facts, gpu_lids, step) if draws_offloads else order.offloaded(gpu_lids, offload)
+        return Places.chosen(len(facts), gpu_lids, drawn_visits(facts, gpu_lids, step), offloaded)
 
     def on_ack(self, sender: Address, ack: m.PlanAck) -> list[Command]:
         reassign = self._ledger.on_ack(sender.role, ack)

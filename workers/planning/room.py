@@ -1,4 +1,4 @@
-"""What memory there is for placements, on the GPU and on the host.
+"""What layers take before any step, and what memory there is for placements, on the GPU and on the host.
 
     TrainerReport ─ heed ─▶ what steps need besides what is placed ─▶ limits ─▶ planner
     now, then ─ is_enough_for ─▶ whether both fit at once
@@ -16,10 +16,10 @@ from functools import lru_cache, reduce
 from operator import or_
 from typing import Final
 
-from hytrain.planner.profile import Limits
+from hytrain.planner.profile import LayerFacts, Limits
 from protocol import messages as m
-from protocol.handles import PLANES
-from protocol.placement import CPU, Placement, Places
+from protocol.handles import PLANES, layout
+from protocol.placement import CPU, GPU, VISIT, Placement, Places
 from protocol.sizes import GRADS, WEIGHTS, Sizes
 
 #: The peak of a step with new placements is that of the second step, if they came in the middle of the first.
@@ -31,6 +31,30 @@ WAITING_LAYERS: Final = 2
 PROCESS_BYTES: Final = 1_800_000_000
 #: Of the host's memory, other programs may take so much of what is left to them before planes give way.
 MARGIN_TO_OTHERS: Final = 3 << 29
+
+
+def sizes_of(table: m.LayerTable) -> Sizes:
+    return Sizes(table.layers, banks=table.banks, waits=table.awaits_verdict or table.in_step)
+
+
+def facts(layer: m.Layer, table: m.LayerTable, sizes: Sizes) -> LayerFacts:
+    of_cpu, of_visit = (sum(sizes.host(layer.lid, placement).values()) for placement in (CPU, VISIT))
+    owned, held = (sum(sizes.gpu(layer.lid, placement).values()) for placement in (GPU, VISIT))
+    weights_bytes = sizes.gpu(layer.lid, GPU)[WEIGHTS]
+    block = next((lids[0] for lids in table.blocks if layer.lid in lids), -1)
+    return LayerFacts(
+        lid=layer.lid,
+        position=layer.position,
+        numel=layer.numel,
+        gpu_state_bytes=owned - weights_bytes,
+        host_bytes=of_cpu,
+        grads_bytes=of_cpu - of_visit,
+        held_bytes=held - weights_bytes,
+        spare_bytes=of_cpu - layout(layer).nbytes,
+        weights_bytes=weights_bytes if block >= 0 else 0,
+        block=block,
+        must_visit=layer.stays_on_device,
+    )
 
 
 class Room:

@@ -30,10 +30,6 @@ class _Steps:
     step_s: Ewma = field(default_factory=Ewma)
     last: int = -1
 
-    @property
-    def are_enough(self) -> bool:
-        return self.miss.count >= ENOUGH_STEPS
-
 
 class Tried:
     """All splits that were in effect. `unexplained_s`: of the last step, what the layers' times do not explain."""
@@ -70,7 +66,7 @@ class Tried:
         long ago counts less. It counts longer, the later in the run that was: so it is tried again less and less often.
         The mean is known to about half of the spread. By that much, splits that were left must have been faster.
         """
-        enough = {split: steps for split, steps in self._steps.items() if steps.are_enough}
+        enough = {split: steps for split, steps in self._steps.items() if steps.miss.count >= ENOUGH_STEPS}
         here, found = enough.get(now), dict[Split, Known]()
         for split, steps in enough.items():
             doubt = 0.0 if split == now else 0.5

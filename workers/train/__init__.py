@@ -1,1 +1,1 @@
-"""The processes that train: the trainer of a recipe, and the CPU trainer beside it."""
+"""The process that trains a recipe."""

@@ -33,7 +33,7 @@ from workers.exits import EXIT_DIVERGED, EXIT_SIGNAL, EXIT_USAGE, printing
 from workers.worker import worker_logging
 
 if TYPE_CHECKING:
-    from hytrain.recipe.parallel import Voices
+    from torch.distributed.distributed_c10d import Store
 
 
 def main() -> int:
@@ -47,7 +47,7 @@ def main() -> int:
     atexit.register(gc.freeze)  # nothing is looked through for garbage at the process's end: that would take a second
     worker_logging()
     launch = torchrun()
-    voices = None if launch is None or launch.world == 1 else _join(launch)
+    store = None if launch is None or launch.world == 1 else _join(launch)
     ending = Ending()
     ending.listen()
     try:
@@ -72,15 +72,19 @@ def main() -> int:
     else:
         mark(joined_cluster(), FINISHED)
         status, sentence = 0, summary.render()
-    if voices is None or voices.first():
+    if store is not None:
+        from torch.distributed import destroy_process_group
+
+        from hytrain.recipe.parallel import is_first
+    if store is None or is_first(store):
         with printing():
             print(f"hytrain: {sentence}" if status else sentence, file=sys.stderr if status else sys.stdout)
-    if voices is not None and not status:
-        voices.leave()
+    if store is not None and not status:  # one that fails just ends, as others may not follow
+        destroy_process_group()
     return status
 
 
-def _join(launch: Launch) -> Voices:
+def _join(launch: Launch) -> Store:
     """Join the other ranks of torchrun's job. Only rank 0 warns."""
     with importing():
         from hytrain.recipe import parallel

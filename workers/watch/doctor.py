@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psutil
 
 from hytrain.errors import ClusterError, ConfigError
+from hytrain.gpus import CONTEXT_BYTES
 from hytrain.memory import host
 from hytrain.readable import gib, size, table
 from protocol.handles import EXACT, Precision
@@ -53,8 +54,6 @@ SHMEM_HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enable
 COLLAPSES: Final = (6, 1)
 #: Two for each layer and some more; no model has needed half of it.
 DESCRIPTORS: Final = 4096
-#: Of the GPU's memory, what a CUDA context takes; more is others'.
-CONTEXT_BYTES: Final = 1 << 30
 ASK_S: Final = 5.0
 _LINK: Final = ("pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,8 +33,6 @@ OF_PEAK, OF_LINK, OF_MEMORY = 0.7, 0.85, 0.45
 #: Parameters per second that a thread updates on the CPU, and the bytes per second that all of them have: 14 threads of
 #: servers (docs/benchmarks.md, "The CPU kernel"), and two channels of DDR5.
 THREAD_UPDATES, SERVER_BYTES, DESKTOP_BYTES = 0.4e9, 190e9, 55e9
-#: Of the GPU's memory, what a CUDA context takes.
-CONTEXT_BYTES: Final = 1 << 30
 #: Sizes of host memory, in GiB, of which the least is named that would do.
 RAM_GIB: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _SIZE: Final = re.compile(r"(?<![\d.])(\d+(?:\.\d+)?) ?([bm])(?![a-z])", re.IGNORECASE)
@@ -78,7 +75,7 @@ def described(gpu: str, ram_bytes: int, cores: int, precisions: Iterable[Precisi
         cpu_update={one: min(threads * THREAD_UPDATES, host_bytes_s / moved) for one, moved in moved_bytes.items()},
     )
     its = f"{'an' if name[0] in 'AHLR' else 'a'} {name} with {ram_bytes / GIB:g} GiB of host memory and {cores} cores"
-    return Host(its, rates, row.memory_gib * GIB - CONTEXT_BYTES, max(0, beside_margin(ram_bytes)))
+    return Host(its, rates, row.memory_gib * GIB - gpus.CONTEXT_BYTES, max(0, beside_margin(ram_bytes)))
 
 
 # ---------------------------------------------------------------- the model
@@ -194,13 +191,12 @@ class Answer:
         """How much host memory would do, in GiB, exactly and at least; nothing if none would."""
         found = []
         for precision in (EXACT, [*self.host.rates.cpu_update][-1]):
-            planes = ((size, max(0, beside_margin(size * GIB))) for size in RAM_GIB)
-            fits = (size for size, most in planes if self._with_planes(precision, most).step_s is not None)
-            found += [(precision, least) for least in islice(fits, 1)]
+            for size in RAM_GIB:
+                most = max(0, beside_margin(size * GIB))
+                if self.host.forecast(self.shape, self.tokens, precision, host_bytes=most).step_s is not None:
+                    found.append((precision, size))
+                    break
         return found
-
-    def _with_planes(self, precision: Precision, host_bytes: int) -> Forecast:
-        return self.host.forecast(self.shape, self.tokens, precision, host_bytes=host_bytes)
 
     def paste(self) -> str:
         """The line of a training loop."""

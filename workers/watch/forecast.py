@@ -22,8 +22,8 @@ from hytrain.planner.profile import LayerProfile, Limits, Profile, Question
 from hytrain.step.offload import SLOTS
 from protocol import messages as m
 from protocol.handles import DTYPE_BYTES, Precision
-from workers.planning.facts import facts, sizes_of
 from workers.planning.planning import BESIDE_TRAINING
+from workers.planning.room import facts, sizes_of
 
 #: What training reaches of the speed of one large matrix product: 0.6 to 0.8 on H100 and H200 hosts, with 3 to 10 B
 #: parameters.

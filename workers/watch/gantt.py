@@ -15,7 +15,7 @@ from html import escape
 from typing import Final
 
 from hytrain.readable import seconds
-from workers.watch.timeline import Shares, Span, Timeline, shares
+from workers.watch.timeline import Span, Timeline, shares
 
 #: Of each rank from top to bottom: a row's name and its kinds, those that few steps have last.
 ROWS: Final = (
@@ -128,12 +128,11 @@ def _legend(kinds: Iterable[str]) -> str:
 
 def _told(title: str, timelines: Mapping[int, Timeline]) -> str:
     """What the picture shows, for those who do not see it; the table beside it tells more."""
-    return f"{title}. " + " ".join(_of_rank(rank, shares(timeline)) for rank, timeline in timelines.items())
-
-
-def _of_rank(rank: int, found: Shares) -> str:
-    waits = [f"{share.cause.title} {share.ms / found.step_ms:.1%}" for share in found.waits]
-    return f"Rank {rank}: computing {found.busy:.1%} of a step; {', '.join(waits) or 'no waits'}."
+    told = [f"{title}."]
+    for rank, found in ((rank, shares(timeline)) for rank, timeline in timelines.items()):
+        waits = [f"{share.cause.title} {share.ms / found.step_ms:.1%}" for share in found.waits]
+        told.append(f"Rank {rank}: computing {found.busy:.1%} of a step; {', '.join(waits) or 'no waits'}.")
+    return " ".join(told)
 
 
 def _svg(found: Lanes, told: str) -> str:

@@ -120,27 +120,20 @@ def _folder(wanted: str) -> Path:
 # ---------------------------------------------------------------- the page
 
 
-@dataclass(frozen=True, slots=True)
-class Live:
-    """A run whose page web.py keeps up to date: what the page has from the run's folder.
+def page(
+    stories: Sequence[Story | None], now: datetime, *, live: tuple[Sequence[str], Sequence[int]] | None = None
+) -> str:
+    """The whole page, of runs that have stories or are `live`: their names, and how many records came before.
 
-    `after`: so many records came before.
+    web.py keeps the page of live runs up to date.
     """
-
-    name: str
-    after: int
-
-
-def page(stories: Sequence[Story | None], now: datetime, *, live: Sequence[Live] | None = None) -> str:
-    """The whole page, of runs that have stories or are `live`."""
     is_live = live is not None
     folders = [story.run.folder for story in stories if story is not None]
-    names = names_of(folders) if live is None else [one.name for one in live]
+    names, after = live or (names_of(folders), [])
     title = ", ".join(names)
     runs = "one run" if len(names) == 1 else f"{len(names)} runs"
     kind = f"A HyTrain report, written {now:%Y-%m-%d %H:%M} UTC" if live is None else f"HyTrain, live: {runs}"
     axes = [dict(zip(("steps", "tokens", "seconds"), ([], [], []) if one is None else one.axes)) for one in stories]
-    after = [one.after for one in live or ()]
     data = {"runs": names, "axes": axes, "after": after, "charts": list(_charts(stories, names, is_live=is_live))}
     parts = [_lives(names)] if is_live else []
     parts.append('<section aria-label="Charts" id="charts"></section>')
@@ -314,19 +307,14 @@ def _waits(name: str, of_ranks: Mapping[int, Timeline]) -> Iterator[str]:
     """What each rank waited for in the steps of the timeline, in the order of cost."""
     for rank, one in of_ranks.items():
         found = timeline.shares(one)
-        work = ", ".join(f"{share.key} {seconds(share.ms / 1e3)}" for share in found.work)
-        rows = [_cost("computing", found.busy * found.step_ms, found, work, "")]
-        for share in found.seen:
-            advice = share.cause.advice if found.is_costly(share) else ""
-            rows.append(_cost(share.cause.title, share.ms, found, share.mostly, advice))
+        rows = []
+        for head, ms, mostly, advice in found.rows:
+            more = f'<td class="some words">{escape(mostly)}</td>'
+            cells = seconds(ms / 1e3), f"{ms / found.step_ms:.1%}"
+            rows.append(_tr(cells, head=head, more=more, words=[advice]))
         whose = f", rank {rank}" if len(of_ranks) > 1 else ""
         title = f"What the {found.steps} steps in the timeline of {name}{whose} consist of"
         yield _table(title, ("part", "per step", "share", "mostly", "what helps"), rows)
-
-
-def _cost(title: str, ms: float, found: timeline.Shares, more: str, advice: str) -> str:
-    more = f'<td class="some words">{escape(more)}</td>'
-    return _tr((seconds(ms / 1e3), f"{ms / found.step_ms:.1%}"), head=title, more=more, words=[advice])
 
 
 def _details(name: str, story: Story) -> str:

@@ -143,11 +143,6 @@ def line(status: m.Status) -> str:
     return "  ".join([*training(record), k, *timing(record), busy, *waiting(status)])
 
 
-def headline(status: m.Status) -> str:
-    """What everybody asks first, as one short line."""
-    return "   ".join([*asked_first(json.loads(status.record)), *waiting(status)])
-
-
 def asked_first(record: dict[str, Any]) -> list[str]:
     """What everybody asks first of a record."""
     names = ("loss", "validation_loss", "tokens_per_s", "mfu")

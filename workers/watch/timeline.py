@@ -262,6 +262,16 @@ class Shares:
         """The waits that are worth a line."""
         return [share for share in self.waits if share.ms >= SEEN * self.step_ms]
 
+    @property
+    def rows(self) -> list[tuple[str, float, str, str]]:
+        """For a table: computing and the waits, each with its milliseconds per step, what is most of it, and advice."""
+        work = ", ".join(f"{share.key} {seconds(share.ms / 1e3)}" for share in self.work)
+        waits = [
+            (share.cause.title, share.ms, share.mostly, share.cause.advice if self.is_costly(share) else "")
+            for share in self.seen
+        ]
+        return [("computing", self.busy * self.step_ms, work, ""), *waits]
+
     def is_costly(self, wait: Share) -> bool:
         """Whether it is worth a change."""
         return wait.ms >= WORTH * self.step_ms
@@ -366,10 +376,8 @@ def as_text(path: Path) -> str:
 def _lines(rank: int, found: Shares, is_one_of_several: bool) -> Iterator[str]:
     yield f"{f'rank {rank}: ' if is_one_of_several else ''}{found}"
     yield ""
-    work = ", ".join(f"{share.key} {seconds(share.ms / 1e3)}" for share in found.work)
-    yield _row("computing", found.busy * found.step_ms, found, work)
-    for share in found.seen:
-        yield _row(share.cause.title, share.ms, found, share.mostly)
+    for title, ms, mostly, _ in found.rows:
+        yield f"{title:<44} {seconds(ms / 1e3):>10} {ms / found.step_ms:6.1%}   {mostly}".rstrip()
     yield ""
     costly = [share for share in found.waits if found.is_costly(share)]
     for share in costly:
@@ -381,7 +389,3 @@ def _lines(rank: int, found: Shares, is_one_of_several: bool) -> Iterator[str]:
         )
     elif not costly:
         yield f"besides computing, nothing takes {WORTH:.0%} of a step"
-
-
-def _row(title: str, ms: float, found: Shares, more: str) -> str:
-    return f"{title:<44} {seconds(ms / 1e3):>10} {ms / found.step_ms:6.1%}   {more}".rstrip()

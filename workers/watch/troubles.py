@@ -84,7 +84,8 @@ def find(status: m.Status, processes: Processes, strangers: Iterable[Stranger] =
     """All that is wrong now. `strangers`: those that take most first."""
     known = [*processes]
     troubles = [trouble for process, usage in known for trouble in _of_process(process, usage)]
-    cores = sorted({core for process, usage in known if usage and _updates(process) for core in usage.cores})
+    updating = [usage for process, usage in known if usage and process.address.role == "optimizer"]
+    cores = sorted({core for usage in updating for core in usage.cores})
     taking = [stranger for stranger in strangers if stranger.cpu_share >= TAKEN][:NAMED]
     if cores and taking:
         troubles.append(_of_strangers(taking, cores))
@@ -96,10 +97,6 @@ def find(status: m.Status, processes: Processes, strangers: Iterable[Stranger] =
 def silence(process: m.Process) -> str:
     """What is said of a process that does not answer."""
     return f"has not answered for {process.silent_s:.0f} s"
-
-
-def _updates(process: m.Process) -> bool:
-    return process.address.role == "optimizer"
 
 
 def _of_process(process: m.Process, usage: Usage | None) -> Iterator[Trouble]:

@@ -157,12 +157,15 @@ class Feed:
                 told["line"] = "   ".join(text.asked_first({**self._story.last, "remaining_s": None}))
             return after, told
         troubles = () if self.ended else seen.troubles
+        line = "no step has ended yet"
+        if status.record != "{}":
+            line = "   ".join([*text.asked_first(json.loads(status.record)), *text.waiting(status)])
         return known[-1][0] if known else after, {
             "records": [json.loads(record) for record in _newest(known, after)],
             "is": is_,
             "state": self._end if self.ended else "; ".join(trouble.text for trouble in troubles),
             "about": "; ".join(trouble.about for trouble in troubles),  # the same as long as the same is wrong
-            "line": text.headline(status) if status.record != "{}" else "no step has ended yet",
+            "line": line,
             "more": text.line(status) if status.record != "{}" else "",
             "reason": status.reason,
             **self._shown,
@@ -222,7 +225,7 @@ def application(feeds: Sequence[Feed], token: str) -> Starlette:
 
     def page(request: Request) -> Response:
         # Before files are read: a record that comes twice is shown once.
-        live = [report.Live(name, feed.count) for name, feed in zip(names, feeds, strict=True)]
+        live = names, [feed.count for feed in feeds]
         return HTMLResponse(report.page([read(feed.folder) for feed in feeds], datetime.now(UTC), live=live))
 
     def metrics(request: Request) -> Response:
@@ -273,7 +276,7 @@ def exposition(feeds: Sequence[Feed]) -> str:
     lines = ["# HELP hytrain_up Whether the run's coordinator answers.", "# TYPE hytrain_up gauge"]
     of_ranks: list[tuple[str, dict[str, Any]]] = []
     for feed in feeds:
-        name, status = _escaped(feed.name), feed.status
+        status, name = feed.status, feed.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         is_up = status is not None and not feed.ended and not status.processes[0].silent_s
         lines.append(f'hytrain_up{{run="{name}"}} {int(is_up)}')
         records = [] if status is None else [(rank.rank, rank.record) for rank in status.ranks] or [(0, status.record)]
@@ -289,10 +292,6 @@ def exposition(feeds: Sequence[Feed]) -> str:
             meaning = metric.meaning[0].upper() + metric.meaning[1:]
             lines += [f"# HELP {metric.prometheus} {meaning}.", f"# TYPE {metric.prometheus} {kind}", *samples]
     return "\n".join(lines) + "\n"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 def server(app: Starlette) -> uvicorn.Server:
