@@ -49,6 +49,16 @@ def test_what_does_not_fit_exactly_is_told_and_pasted() -> None:
     assert next(line for line in lines if line.startswith("exact ")).split()[1:3] == ["no", "room"]
 
 
+def test_the_page_of_small_machines_has_these_answers() -> None:
+    page = (Path(__file__).resolve().parent.parent / "docs/small-machines.md").read_text()
+    assert of("llama3-8b").verdict() in page
+    for size, ram_gib, state in (("3", 64, "exact"), ("7", 64, "moments in bf16"), ("7", 96, "exact")):
+        told = of(f"{size}B", ram_gib=ram_gib)
+        line = told.paste().splitlines()[-1].removeprefix("opt = ")
+        assert f"| {size} B | {ram_gib} GiB | {state} | `{line}` |" in page
+        assert told.fits is not None and (told.fits[0] == EXACT) is (state == "exact")
+
+
 def test_how_much_memory_would_do() -> None:
     """The least size of memory with which it does fit; none if the GPU is too small for a step."""
     told = of("33B")
