@@ -11,7 +11,6 @@ computed by another process, or reduced outside of autograd, as pipelines do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import Final, cast
 
 import torch
@@ -76,7 +75,10 @@ class Backward:
         current = self._transfers.stream()
         with unwatched():
             for parameter, (tensor, stream) in waiting.items():
-                with nullcontext() if stream is current else self._transfers.on(stream):
+                if stream is current:
+                    self._take(parameter, tensor, stream)
+                    continue
+                with self._transfers.on(stream):
                     self._take(parameter, tensor, stream)
 
     def _take(self, parameter: TrainedParameter, tensor: Tensor, stream: Stream) -> None:
