@@ -197,11 +197,12 @@ class Planes:
         segment = Segment(name="all", numel=numel, dtype=dtype, grads_dtype=dtype, group=0)
         self.numel, self.dtype = numel, dtype
         self.arena = HostArena(layout(Layer(lid=0, position=0, name="all", segments=(segment,)), banks))
-        backend.touch(self.arena.address, self.arena.layout.nbytes)
+        self.address = self.arena.mapping.address
+        backend.touch(self.address, self.arena.layout.nbytes)
         self.base, self.itemsize = dict[str, int](), dict[str, int]()
         for plane in PLANES:
             if handle := self.arena.layout.handles[plane][0]:
-                self.base[plane] = self.arena.address + handle.offset
+                self.base[plane] = self.address + handle.offset
                 self.itemsize[plane] = DTYPE_BYTES[handle.dtype]
                 _fill(self.base[plane], handle.nbytes, _pattern(plane, handle.dtype))
 
@@ -219,7 +220,7 @@ class Planes:
         """Those of the second bank."""
         handles = {plane: self.arena.layout.handles[bank_plane(plane, 1)][0] for plane in BANKED_PLANES}
         starts = {plane: start * self.itemsize.get(plane, 0) for plane in handles}
-        at = {plane: self.arena.address + each.offset + starts[plane] if each else 0 for plane, each in handles.items()}
+        at = {plane: self.address + each.offset + starts[plane] if each else 0 for plane, each in handles.items()}
         moments = tuple(at[plane] for plane in MOMENTS["adamw"])
         return Into(weights=at["weights"], remainder=at["remainder"], moments=moments)
 

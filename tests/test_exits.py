@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
-from collections.abc import Sequence
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hytrain.config import workers_environment
-from workers.exits import how_it_ended
+from hytrain.errors import ConfigError
+from workers.exits import how_it_ended, printing
 
 
 @pytest.mark.parametrize(
@@ -26,32 +29,44 @@ def test_an_end_in_words(returncode: int, words: str) -> None:
 
 
 MONITOR, DOCTOR = "workers.watch.monitor", "workers.watch.doctor"
-#: What needs no GPU, and prints more than a pipe holds in one write.
-FORECAST = (DOCTOR, "--gpu", "RTX 4090", "--ram", "64GiB", "--cores", "8")
+FORECAST = (sys.executable, "-P", "-m", DOCTOR, "--gpu", "RTX 4090", "--ram", "64GiB", "--cores", "8")
 
 
-@pytest.mark.parametrize("command", [("workers.launch.launcher", "--help"), (MONITOR, "--help"), FORECAST], ids=str)
-def test_letters_that_a_terminal_lacks_are_question_marks(command: Sequence[str]) -> None:
+@pytest.mark.parametrize("command", ["workers.launch.launcher", MONITOR])
+def test_letters_that_a_terminal_lacks_are_question_marks(command: str) -> None:
     environment = workers_environment() | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run([sys.executable, "-P", "-m", *command], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout
+    words = [sys.executable, "-P", "-m", command, "--help"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "?" in done.stdout
 
 
 def test_whoever_reads_may_leave() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", *FORECAST],
-        env=workers_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    ) as doctor:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(FORECAST, env=workers_environment(), **pipes) as doctor:
         assert doctor.stdout is not None and doctor.stderr is not None
         doctor.stdout.close()
         assert doctor.stderr.read() == b""
     assert doctor.returncode == 0
 
 
-def test_a_full_device_is_a_sentence(tmp_path: Path) -> None:
+def test_a_full_device_is_a_sentence() -> None:
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-P", "-m", *FORECAST]
-        done = subprocess.run(command, env=workers_environment(), stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2 and "No space left on device" in done.stderr and "Traceback" not in done.stderr
+        done = subprocess.run(FORECAST, env=workers_environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and done.stderr == "hytrain-cluster: output: No space left on device\n"
+
+
+def test_nothing_need_be_there_to_print_to() -> None:
+    words = ["sh", "-c", 'exec "$@" >&-', "sh", *FORECAST]
+    done = subprocess.run(words, env=workers_environment(), stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_path_that_is_none_is_a_sentence_and_other_errors_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where standard output is no file, too, as in a notebook."""
+    monkeypatch.setattr(sys, "stdout", StringIO())
+    with pytest.raises(ConfigError, match="^/etc: Is a directory"), printing():
+        Path("/etc").read_text()
+    with pytest.raises(ConnectionRefusedError), printing():
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    with printing():
+        raise BrokenPipeError

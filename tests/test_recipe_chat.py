@@ -89,6 +89,7 @@ def test_texts_in_parts_are_the_same_as_whole_ones() -> None:
     parts = [message | {"content": [{"type": "text", "text": half} for half in halves(message)]} for message in TALK]
     of = words("bpe", chat.CHATML)
     assert chat.encode(of, {"messages": parts}) == chat.encode(of, {"messages": TALK})
+    assert "".join(chat.texts({"messages": parts})) == "".join(chat.texts({"messages": TALK}))
 
 
 def halves(message: dict[str, Any]) -> tuple[str, str]:
@@ -127,7 +128,7 @@ def test_a_sample_begins_as_an_answer_and_ends_as_one() -> None:
         ({"messages": "hello"}, PLAIN, "something else where a list of messages belongs"),
         ({"messages": [{"from": "human", "value": "hello"}]}, PLAIN, "of the form"),
         ({"messages": [{"role": "user", "content": 3}]}, PLAIN, "content is not a text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, chat.CHATML, "parts that are no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, chat.CHATML, "parts other than text"),
         ({"prompt": "a", "completion": TALK}, PLAIN, "the columns prompt, completion, but"),
         ({"conversations": TALK}, PLAIN, "the columns conversations, but data.kind: chat needs messages"),
     ],
@@ -218,6 +219,8 @@ def test_unusable_tables_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Mo
         assert "\n" not in str(caught.value)
     (tmp_path / "cut.jsonl").write_text(r'{"a": "cut \ud83d", "b": "whole \ud83d\ude00"}')
     assert [row for _, row in tables.rows([tmp_path / "cut.jsonl"])] == [{"a": "cut ?", "b": "whole 😀"}]
+    (tmp_path / "marked.jsonl").write_text('{"a": 1}', encoding="utf-8-sig")
+    assert [row for _, row in tables.rows([tmp_path / "marked.jsonl"])] == [{"a": 1}]
     (tmp_path / "a.jsonl").write_text('{"a": 1}')
     for column, part in (("b", "no such column; its columns: a"), ("a", "has int there")):
         with pytest.raises(ConfigError, match=part):

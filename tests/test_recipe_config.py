@@ -64,11 +64,15 @@ def test_yaml_that_means_something_else_is_refused(recipe_file: Path) -> None:
     recipe_file.write_text(written)
     assert 'the key "a" is there twice' in refusal(recipe_file, "model.config={a: 1, a: 2}")
     for key in ("train.steps", "train.lr", "run.threads"):
-        assert f'"{key}" is True, but it should be no truth value.' in refusal(recipe_file, f"{key}=true")
+        assert f'"{key}" is True, but it should be a number, not true or false.' in refusal(recipe_file, f"{key}=true")
     assert config.load(recipe_file, ["model.autocast=true"]).model.autocast
     assert "run.seed" in refusal(recipe_file, f"run.seed={1 << 63}")
+    for value, part in (("[" * 5000, "recursion"), ("2020-13-45", "month must be in 1..12")):
+        assert part in refusal(recipe_file, f"model.config={value}")
+    recipe_file.write_text(f"a: &a {{b: 1}}\nc: &c {{d: 1}}\ne: {{<<: *a, <<: *c, b: 2}}\n{written}")
+    assert 'unknown key "a"' in refusal(recipe_file), "two of others may be merged"
     recipe_file.write_text("a: " + "[" * 5000)
-    assert "nested too deeply" in refusal(recipe_file)
+    assert "recursion" in refusal(recipe_file)
 
 
 def test_a_path_may_begin_with_a_home(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

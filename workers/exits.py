@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Final
 
@@ -22,6 +23,8 @@ EXIT_USAGE: Final = 2
 EXIT_DIVERGED: Final = 3
 EXIT_AGAIN: Final = 75
 EXIT_SIGNAL: Final = 128
+#: Errors of a path: there is none, it is a folder, or in a file, or too long.
+_OF_PATHS: Final = (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
 #: Signals that end a run, in its program's own time.
 ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: Signals whose meaning is the user's program's, such as a batch system's warning that the time is up.
@@ -39,18 +42,30 @@ def on_endings(handler: Callable[[int, FrameType | None], None]) -> None:
 def printing() -> Iterator[None]:
     """What a command does and prints. `| head` may end it; what the terminal's encoding lacks becomes a question mark.
 
-    Raises `ConfigError` for what the system refuses.
+    Raises `ConfigError` for a path that was given and is none, and where standard output takes nothing.
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    out = sys.stdout  # None if it is closed
+    if isinstance(out, io.TextIOWrapper):
+        out.reconfigure(errors="replace")
     try:
         yield
-        sys.stdout.flush()
+        if out is not None:
+            out.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or else Python's flush at exit fails, too
-        if not isinstance(error, BrokenPipeError):
-            raise ConfigError(f"{error.filename or 'standard output'}: {error.strerror or error}") from error
+        if error.errno in _OF_PATHS and error.filename is not None:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from None
+        is_full = error.errno == errno.ENOSPC and error.filename is None
+        if not (is_full or isinstance(error, BrokenPipeError)):
+            raise
+        _print_nothing_more()
+        if is_full:
+            raise ConfigError(f"output: {error.strerror}") from None
+
+
+def _print_nothing_more() -> None:
+    """Or else Python's flush at exit fails, too."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def how_it_ended(returncode: int) -> str:

@@ -222,7 +222,8 @@ class CudaTransfers:
         """Unregister host memory. This must come before its pages are freed: DMA would still use the old pages."""
         for first, _ in cut(start, nbytes):
             if self._pinned.pop(first, None) is not None:
-                torch.cuda.cudart().cudaHostUnregister(first)
+                with torch.cuda.device(self._device):
+                    torch.cuda.cudart().cudaHostUnregister(first)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:

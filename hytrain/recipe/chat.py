@@ -111,8 +111,10 @@ def texts(row: Row) -> Iterator[str]:
     for column in ("messages", "prompt", "completion"):
         said = row.get(column)
         for message in said if isinstance(said, list) else [{"content": said}]:
-            if isinstance(message, dict) and isinstance(message.get("content"), str):
-                yield message["content"]
+            content = message.get("content") if isinstance(message, dict) else None
+            for part in content if isinstance(content, list) else [{"text": content}]:
+                if isinstance(part, dict) and isinstance(part.get("text"), str):
+                    yield part["text"]
 
 
 def opening(words: TextTokenizer, prompt: str, conversation: bool) -> tuple[list[int], str]:
@@ -216,7 +218,7 @@ def _in_one_text(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, list):
         return message
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-        raise ConfigError("has a message with parts that are no text, for which chatml has no place.")
+        raise ConfigError("has a message with parts other than text, which chatml cannot hold.")
     return message | {"content": "".join(part["text"] for part in content)}
 
 

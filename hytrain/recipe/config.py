@@ -112,7 +112,7 @@ class Section(BaseModel):
         """True and false are no numbers, as which Python has them."""
         field = cls.model_fields[str(info.field_name)]
         if isinstance(value, bool) and _is_number(Annotated[field.annotation, *field.metadata, None]):
-            raise PydanticCustomError("bool", "it should be no truth value")
+            raise PydanticCustomError("bool", "it should be a number, not true or false")
         return value
 
 
@@ -389,15 +389,13 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = Path(path)
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        tree = _of_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"The recipe {path} can't be read: {error.strerror}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"The recipe {path} is not valid YAML{_place(error)}.") from None
-    except RecursionError:
-        raise ConfigError(f"The recipe {path} is nested too deeply.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"The recipe {path} is not UTF-8: {error}.") from None
+    except _NotYaml as error:
+        raise ConfigError(f"The recipe {path} is not valid YAML{error}.") from None
     if not isinstance(tree, dict):
         *most, last = Recipe.model_fields
         raise ConfigError(f"The recipe {path} must be a mapping with the keys {', '.join(most)} and {last}.")
@@ -448,17 +446,34 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     return f'; did you mean "{close}"?' if close else "."
 
 
+_MERGE: Final = "tag:yaml.org,2002:merge"
+
+
 class _Loader(yaml.SafeLoader):
     """Refuses a mapping with one key twice, of which YAML has the last one alone."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set[str]()
-        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]:
             if key.value in seen:
                 raise MarkedYAMLError(problem=f'the key "{key.value}" is there twice', problem_mark=key.start_mark)
             seen.add(key.value)
         return node
+
+
+class _NotYaml(Exception):
+    """Its text goes on in a sentence."""
+
+
+def _of_yaml(text: str) -> Any:
+    """Raises `_NotYaml`, with the place."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise _NotYaml(_place(error)) from None
+    except (RecursionError, ValueError) as error:  # too deep; a date that the calendar lacks
+        raise _NotYaml(f": {error}") from None
 
 
 def _parse_override(override: str) -> Tree:
@@ -466,9 +481,9 @@ def _parse_override(override: str) -> Tree:
     if not equals or not all(key.split(".")):
         raise ConfigError(f'The override "{override}" is not of the form section.key=value.')
     try:
-        value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f'The override "{override}" has an invalid value{_place(error)}.') from None
+        value = _of_yaml(text)
+    except _NotYaml as error:
+        raise ConfigError(f'The override "{override}" has an invalid value{error}.') from None
     for part in reversed(key.split(".")):
         value = {part: value}
     return dict(value)

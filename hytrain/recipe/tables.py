@@ -58,7 +58,7 @@ def _json_lines(file: Path) -> Iterator[tuple[str, Row]]:
             continue
         place = f"{file}, line {number},"
         try:
-            written = line.decode()
+            written = line.decode("utf-8-sig")
             row = json.loads(written)
             if "\\ud" in written.lower():  # half of a pair of escapes is no character, and becomes a question mark
                 row = json.loads(json.dumps(row, ensure_ascii=False).encode(errors="replace"))

@@ -95,7 +95,8 @@ def load(folder: Path) -> TextTokenizer:
     try:
         return TextTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ConfigError(f"The folder {folder} holds no usable tokenizer: {str(error).splitlines()[0]}") from None
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"The folder {folder} holds no usable tokenizer: {reason}") from None
 
 
 def _byte_level(model: models.Model) -> Tokenizer:

@@ -63,6 +63,7 @@ class Arenas:
 
     def keep(self, layer: TrainedLayer, arena: ArenaPlanes) -> None:
         """Its state is on the GPU, and may leave again: pinned memory for that takes long to make."""
+        self.drop(layer)
         self._kept[layer.lid] = arena
 
     def kept(self, layer: TrainedLayer) -> ArenaPlanes | None:

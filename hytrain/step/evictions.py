@@ -131,6 +131,7 @@ class Evictions:
         if not self._handover.evict(layer, arena, copied, newest.plan_id, has_left=has_left):
             return False
         device.close()
+        self._handover.arenas.drop(layer)  # made ready in the meantime
         step, until_s = self._health.life.step, time.monotonic() if ended_s is None else ended_s
         told = Evicted(lid=layer.lid, step=step, nbytes=nbytes, evict_s=until_s - began_s, reason=why)
         with self._telling:  # descriptors and messages come in one order

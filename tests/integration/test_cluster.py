@@ -209,6 +209,8 @@ def test_one_run_after_another_in_one_folder(
     status, said = start()
     assert status == 2 and f"nothing was trained, so the earlier run is back in {folder}" in said and not aside.exists()
     assert start(status=130)[0] == 130 and contents(folder) == before, "Ctrl-C before the first step"
+    assert start(status=139)[0] == 139 and aside.exists(), "the logs of a crash are needed"
+    run_folder.bring_back(folder, aside)
     assert start("train.resume=latest") == (2, "") and contents(folder) == before
     status, said = start(steps=3)
     assert status == 0 and f"{folder} had an earlier run in it, which is in {aside} now" in said

@@ -9,10 +9,10 @@ import signal
 from collections.abc import Set
 from typing import Final
 
-from workers.exits import ENDINGS, EXIT_AGAIN, EXIT_DIVERGED, EXIT_USAGE
+from workers.exits import ENDINGS, EXIT_AGAIN, EXIT_DIVERGED, EXIT_SIGNAL, EXIT_USAGE
 
 #: Exit statuses of a program that has ended as it wanted to: bad input, out of time, told to end by a signal.
-DELIBERATE: Final = (0, EXIT_USAGE, EXIT_AGAIN, *(128 + number for number in (*ENDINGS, signal.SIGUSR1)))
+DELIBERATE: Final = (0, EXIT_USAGE, EXIT_AGAIN, *(EXIT_SIGNAL + number for number in (*ENDINGS, signal.SIGUSR1)))
 #: So many attempts in a row may end without anything new.
 FRUITLESS: Final = 2
 

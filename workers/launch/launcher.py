@@ -19,8 +19,9 @@ from hytrain.config import ClusterConfig, workers_environment
 from hytrain.errors import ClusterError, ConfigError
 from hytrain.extras import needed
 from workers import run_folder
-from workers.exits import EXIT_SIGNAL, EXIT_USAGE, printing
+from workers.exits import EXIT_USAGE, printing
 from workers.launch import time_limit, torchrun
+from workers.launch.attempts import DELIBERATE
 from workers.launch.output import drain, say
 from workers.launch.supervisor import Supervisor
 from workers.launch.torchrun import Job
@@ -214,7 +215,7 @@ def _run_recipe(path: Path, arguments: argparse.Namespace) -> int:
     try:
         status = supervise(resolved)
     finally:
-        is_told = status == EXIT_USAGE or status > EXIT_SIGNAL  # nobody needs the logs
+        is_told = status != 0 and status in DELIBERATE  # nobody needs the logs
         if is_told and aside is not None and run_folder.bring_back(folder, aside):
             say(f"hytrain-cluster: nothing was trained, so the earlier run is back in {folder}")
         elif is_told and before is not None and run_folder.progress(folder) == progress:

@@ -61,14 +61,15 @@ def main() -> int:
         summary = train(recipe, arguments.run_dir, terminal=arguments.terminal, ending=ending)
     except Ended as ended:
         status, sentence = EXIT_SIGNAL + ended.number, f"{ended.how}; {way_on(arguments.run_dir)}"
-    except (Diverged, NonFiniteGradients) as error:
-        status, sentence = EXIT_DIVERGED, f"{error}; {way_on(arguments.run_dir)}"
-    except (ConfigError, UnsupportedError, CapacityError, BackendUnavailable) as error:
-        status, sentence = EXIT_USAGE, str(error)
-    except Exception:
-        if not ending.at_once:
+    except Exception as error:
+        if ending.at_once:  # it has interrupted an import, say
+            status, sentence = EXIT_SIGNAL + ending.number, f"interrupted; {way_on(arguments.run_dir)}"
+        elif isinstance(error, (Diverged, NonFiniteGradients)):
+            status, sentence = EXIT_DIVERGED, f"{error}; {way_on(arguments.run_dir)}"
+        elif isinstance(error, (ConfigError, UnsupportedError, CapacityError, BackendUnavailable)):
+            status, sentence = EXIT_USAGE, str(error)
+        else:
             raise
-        status, sentence = EXIT_SIGNAL + ending.number, f"interrupted; {way_on(arguments.run_dir)}"
     else:
         mark(joined_cluster(), FINISHED)
         status, sentence = 0, summary.render()
