@@ -93,7 +93,7 @@ class Driver:
 
     @property
     def planning(self) -> Planning:
-        planning = self.state.seats[0].planning
+        planning = self.state.fleet.seat(0).planning
         assert planning is not None
         return planning
 
@@ -1046,9 +1046,9 @@ def test_a_record_counts_skipped_steps(driver: Driver) -> None:
 
 def test_a_record_has_what_was_last_read_of_its_gpu(driver: Driver) -> None:
     driver.start()
-    driver.state.seats[0].gauges = {"gpu_watts": 600.0}
+    driver.state.fleet.seat(0).gauges = {"gpu_watts": 600.0}
     driver.handle(report(0))
-    driver.state.seats[0].gauges = {}
+    driver.state.fleet.seat(0).gauges = {}
     driver.handle(report(1))
     driver.handle(m.Log(step=2, numbers={}))
     assert [record.get("gpu_watts") for record in driver.records] == [600.0, None]
@@ -1131,7 +1131,7 @@ def test_trainers_are_planned_each_by_itself(driver: Driver) -> None:
     assert driver.sent(ack(0), OPTIMIZER) == [] == driver.sent(ack(0), OTHER)
     assert driver.sent(ack(0), SERVING) == [(OTHER, m.Reassign(plan_id=0))]
     driver.handle(applied(plan, moved=0), OTHER)
-    assert driver.state.seats[1].planning.places == placed((0, 1), layers=2) and driver.owned == (0, 1)
+    assert driver.state.fleet.seat(1).planning.places == placed((0, 1), layers=2) and driver.owned == (0, 1)
     driver.handle(report(0, (0, 1)))
     driver.handle(report(4, places=placed((0, 1), layers=2), layers=times(layers=2)), OTHER)
     for sender, step in ((OTHER, 5), (TRAINER, 1)):

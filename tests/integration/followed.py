@@ -97,11 +97,11 @@ def _found_in(values: Any) -> Iterator[int]:
             yield from _found_in(value)
         elif isinstance(lid := getattr(value, "lid", None), int):
             yield lid
-        elif (block := getattr(value, "_gate", None) or getattr(value, "gate", None)) is not None:
-            yield from _found_in(block.layers)
+        elif (known := getattr(value, "_given", None)) is not None:  # a hook's
+            yield from _found_in([known])
+        elif (gate := getattr(value, "gate", None)) is not None:
+            yield from _found_in(gate.layers)
         elif isinstance(layers := getattr(value, "layers", None), list) and hasattr(value, "entered_before"):
             yield from _found_in(layers)
         elif isinstance(places := getattr(value, "places", None), list):
             yield from (layer.lid for layer, _ in places)
-        elif (parameter := getattr(value, "_parameter", None)) is not None and hasattr(parameter, "places"):
-            yield from (layer.lid for layer, _ in parameter.places)

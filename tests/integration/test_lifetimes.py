@@ -209,7 +209,7 @@ STAGES: dict[str, tuple[Any, str]] = {
     "gates": (build, "build_gates"),
     "memory": (build, "host_bound"),
     "the link": (links, "Address"),
-    "its inbox": (links.Network, "inbox"),
+    "its inbox": (links, "Inbox"),
     "the engine": (build, "Engine"),
     "joining": (Link, "join"),
     "agreeing": (Link, "agree"),

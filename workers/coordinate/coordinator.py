@@ -174,9 +174,9 @@ class Coordinator:
                     self._state.members.answered(address, answer)
         for command in self._state.beat():
             self._carry_out(command)
-        gpus = {seat.trainer: seat.planning.table.gpu for seat in self._state.taken if seat.planning is not None}
+        gpus = {seat.trainer: seat.planning.table.gpu for seat in self._state.fleet.taken if seat.planning is not None}
         read = self._gauges.read(gpus.values(), time.monotonic()) if gpus else {}
-        for seat in self._state.taken:
+        for seat in self._state.fleet.taken:
             seat.gauges = read[gpus[seat.trainer]]
 
     def _finish(self) -> None:

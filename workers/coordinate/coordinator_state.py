@@ -1,6 +1,6 @@
 """The coordinator's state: a pure state machine, messages and a time in, commands out.
 
-    Hello, Ready, Goodbye ─▶ members: who has joined      LayerTable … ─▶ seats: one planning per trainer
+    Hello, Ready, Goodbye ─▶ members: who has joined      LayerTable … ─▶ fleet: one planning per trainer
     TrainerReport + Log of one step ─▶ one record: a line of metrics.jsonl, and the status that monitors get
 
 `workers.coordinate.coordinator` calls it, and owns the sockets, the files and the clock.
@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from protocol import messages as m
 from protocol.address import COORDINATOR, Address
 from protocol.placement import Places
-from workers.coordinate.fleet import Recall, TrainerSeat
+from workers.coordinate.fleet import Fleet, Recall, TrainerSeat
 from workers.coordinate.members import Members
 from workers.coordinate.records import shown
 from workers.coordinate.tracing import Tracing
@@ -29,7 +29,7 @@ SAVES_ITSELF: Final = (
 
 
 class CoordinatorState:
-    """The coordinator of one run: members, seats, status. `host` is this machine's name, which has so many ranks."""
+    """The coordinator of one run: members, fleet, status. `host` is this machine's name, which has so many ranks."""
 
     def __init__(
         self,
@@ -51,23 +51,13 @@ class CoordinatorState:
         """
         self._run_name, self._run_dir, self._pid, self._host = run_name, run_dir, pid, host
         self.members = Members(ranks=ranks, limit_s=hang_timeout_s)
-        self.seats = [TrainerSeat(rank, replan_every=replan_every, recall=recall) for rank in range(ranks)]
+        self.fleet = Fleet(replan_every=replan_every, recall=recall)
         self._tracing = Tracing(is_on=traces)
         self.no_timeline = ""  # why the newest one could not be written
         self._ranks_here, self._elsewhere = ranks, tuple[m.RankStatus, ...]()
         self._takes_over = kept is not None
         for rank, wishes in (kept or {}).items():
-            self.seats[rank].wishes = wishes
-
-    @property
-    def taken(self) -> list[TrainerSeat]:
-        """The seats that have a trainer with layers, by rank."""
-        return [seat for seat in self.seats if seat.planning is not None]
-
-    @property
-    def shown(self) -> TrainerSeat:
-        """The seat that a status shows: the first one with a trainer."""
-        return next(iter(self.taken), self.seats[0])
+            self.fleet.seat(rank).wishes = wishes
 
     def admits(self, message: m.Message, sender: Address, connection: str) -> bool:
         """Whether `sender` may send this over `connection`: a worker only over the one that it has joined with."""
@@ -96,14 +86,14 @@ class CoordinatorState:
                 return self._tracing.has_drawn(sender)
             case m.Failure():
                 return [Note(f"{sender} failed: {message.error}")]
-        seat = self.seats[sender.rank]
+        seat = self.fleet.seat(sender.rank)
         if isinstance(message, m.Rejoin) and message.draws:
             self._tracing.goes_on(sender)
         return self._published(seat, seat.handle(message, sender, now_s))
 
     def beat(self) -> list[Command]:
         """A second has passed. Ask the workers of each trainer that is ready; say who has not answered for long."""
-        stay = [seat.trainer for seat in self.seats if seat.stays]
+        stay = [seat.trainer for seat in self.fleet.seats if seat.stays]
         ready = [trainer for trainer in stay if self.members.is_ready(trainer)]
         asked = [address for trainer in ready for address in (trainer, Address("optimizer", trainer.rank))]
         asked = [address for address in asked if self.members.is_ready(address)]  # or else about to join again
@@ -114,14 +104,14 @@ class CoordinatorState:
         return [*ends, *map(Note, news), *pings]
 
     def _ping(self, worker: Address) -> m.Ping:
-        seat = self.seats[worker.rank]
+        seat = self.fleet.seat(worker.rank)
         status = self._rank(seat) if worker == seat.trainer else None
         is_news = status is not None and status.world > self._ranks_here  # for the first of several machines
         return m.Ping(recorded_s=seat.recorded_s, status=status if is_news else None)
 
     def lose(self, trainer: Address, inbox: str) -> list[Command]:
         """A trainer is gone without a Goodbye: say it to its optimizer in its place."""
-        seat = self.seats[trainer.rank]
+        seat = self.fleet.seat(trainer.rank)
         if not self.members.is_joined(trainer, inbox):  # it has waited, perhaps before another one that waits now
             seat.waiting = None if seat.waiting is not None and seat.waiting.inbox == inbox else seat.waiting
             return [Note(f"{trainer} is gone before its turn")]
@@ -139,17 +129,17 @@ class CoordinatorState:
     def _on_command(self, command: m.Command) -> list[Command]:
         """Give a command to all trainers, up to the first refusal."""
         replies, commands = [m.CommandReply(ok=False, text="there is no trainer")], list[Command]()
-        for seat in self.seats:
+        for seat in self.fleet.seats:
             if seat.planning is None and self.members.is_ready(seat.trainer):
                 text = f"{seat.trainer} gets a new coordinator after its next step: try again then"
                 return [Answer(m.CommandReply(ok=False, text=text))]
-        if command.name in ("trace", "checkpoint") and self.taken:
-            reply, commands = self._trace(command.value) if command.name == "trace" else self._save()
+        if command.name in ORDERS and self.fleet.taken:
+            reply, commands = ORDERS[command.name](self, command.value)
             replies.append(reply)
         elif (refusal := self._too_many(command)) is not None:
             replies.append(m.CommandReply(ok=False, text=refusal))
         else:
-            for seat in self.taken:
+            for seat in self.fleet.taken:
                 reply, more = seat.command(command.name, command.value)
                 replies.append(reply)
                 commands += more
@@ -162,7 +152,7 @@ class CoordinatorState:
 
     def _too_many(self, command: m.Command) -> str | None:
         """What is said of more threads than an optimizer has cores."""
-        known = [self.members.cores(Address("optimizer", seat.trainer.rank)) for seat in self.taken]
+        known = [self.members.cores(Address("optimizer", seat.trainer.rank)) for seat in self.fleet.taken]
         most = min((cores for cores in known if cores), default=0)
         if command.name != "threads" or not command.value.isdecimal() or not 0 < most < int(command.value[:9]):
             return None
@@ -170,30 +160,30 @@ class CoordinatorState:
 
     def _trace(self, value: str) -> tuple[m.CommandReply, list[Command]]:
         try:
-            told, commands = self._tracing.command(value, [seat.trainer for seat in self.taken if seat.stays])
+            told, commands = self._tracing.command(value, [seat.trainer for seat in self.fleet.taken if seat.stays])
         except ValueError as error:
             return m.CommandReply(ok=False, text=str(error)), []
         return m.CommandReply(ok=True, text=told), commands
 
-    def _save(self) -> tuple[m.CommandReply, list[Command]]:
-        if any(seat.saves is None for seat in self.taken):
+    def _save(self, value: str) -> tuple[m.CommandReply, list[Command]]:
+        if any(seat.saves is None for seat in self.fleet.taken):
             return m.CommandReply(ok=False, text="no step has ended yet: try again then"), []
-        if not all(seat.saves for seat in self.taken):
+        if not all(seat.saves for seat in self.fleet.taken):
             return m.CommandReply(ok=False, text=SAVES_ITSELF), []
-        told: list[Command] = [Send(seat.trainer, m.SaveCheckpoint()) for seat in self.taken if seat.stays]
+        told: list[Command] = [Send(seat.trainer, m.SaveCheckpoint()) for seat in self.fleet.taken if seat.stays]
         return m.CommandReply(ok=True, text="a checkpoint is saved after one of the next steps"), told
 
     def _on_hello(self, sender: Address, hello: m.Hello) -> list[Command]:
         if self.members.is_joined(sender, hello.inbox):
             return []  # asked twice, it answers twice
         if sender.role == "trainer" and sender in self.members.joined:
-            self.seats[sender.rank].waiting = hello
+            self.fleet.seat(sender.rank).waiting = hello
             return [Note(f"another {sender} waits until the current one has left")]
         self.members.join(sender, hello)
         return [Send(sender, m.Welcome(run_name=self._run_name, coordinator_pid=self._pid))]
 
     def _on_goodbye(self, sender: Address) -> list[Command]:
-        note, seat = Note(f"{sender} says goodbye"), self.seats[sender.rank]
+        note, seat = Note(f"{sender} says goodbye"), self.fleet.seat(sender.rank)
         if sender != seat.trainer:
             return [note, *self._on_end(seat, sender)]
         if seat.planning is None:
@@ -204,7 +194,7 @@ class CoordinatorState:
         drawn = self._tracing.has_left(sender)
         if not seat.ends(sender.role):
             return drawn
-        if not self.taken:
+        if not self.fleet.taken:
             self._elsewhere = ()
         return [*drawn, *self._admit_next(seat)]
 
@@ -216,7 +206,7 @@ class CoordinatorState:
 
     def _published(self, seat: TrainerSeat, commands: list[Command]) -> list[Command]:
         """The commands, with a status for monitors after each record of the shown trainer."""
-        if seat is not self.shown:
+        if seat is not self.fleet.shown:
             return commands
         found: list[Command] = []
         for command in commands:
@@ -238,13 +228,13 @@ class CoordinatorState:
             )
             for address, member in self.members.joined.items()
         ]
-        planning = self.shown.planning
+        planning = self.fleet.shown.planning
         layers = planning.table.layers if planning is not None else ()
         planes = planning.room.by_plane(planning.places) if planning is not None else ({}, {})
         return m.Status(
             run_name=self._run_name,
             run_dir=self._run_dir,
-            record=shown(self.shown.records.newest),
+            record=shown(self.fleet.shown.records.newest),
             processes=(m.Process(address=COORDINATOR, pid=self._pid, detail="plans and records"), *processes),
             layer_names=tuple(layer.name for layer in layers),
             layer_numels=tuple(layer.numel for layer in layers),
@@ -260,7 +250,7 @@ class CoordinatorState:
         )
 
     def _ranks(self) -> tuple[m.RankStatus, ...]:
-        found = [status for seat in self.taken if (status := self._rank(seat)) is not None]
+        found = [status for seat in self.fleet.taken if (status := self._rank(seat)) is not None]
         known = {status.rank: status for status in (*self._elsewhere, *found)} if found else {}
         return tuple(status for _, status in sorted(known.items()))
 
@@ -268,7 +258,12 @@ class CoordinatorState:
         return seat.status(self._host, self.members.detail(Address("optimizer", seat.trainer.rank)))
 
     def check(self) -> None:
-        for seat in self.taken:
-            assert seat.planning is not None
-            seat.planning.check()
+        self.fleet.check()
         self._tracing.check()
+
+
+#: The commands that change no plan. The others are `planning.COMMANDS`.
+ORDERS: Final[dict[str, Callable[[CoordinatorState, str], tuple[m.CommandReply, list[Command]]]]] = {
+    "trace": CoordinatorState._trace,
+    "checkpoint": CoordinatorState._save,
+}

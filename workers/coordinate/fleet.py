@@ -171,3 +171,36 @@ class TrainerSeat:
         self._farewells.clear()
         self._before, self.planning = self.planning, None
         return True
+
+
+class Fleet:
+    """The seats by rank. A seat is created by the first message of its rank."""
+
+    def __init__(self, *, replan_every: int, recall: Recall) -> None:
+        self._replan_every, self._recall = replan_every, recall
+        self._seats: dict[int, TrainerSeat] = {}
+
+    def seat(self, rank: int) -> TrainerSeat:
+        if rank not in self._seats:
+            self._seats[rank] = TrainerSeat(rank, replan_every=self._replan_every, recall=self._recall)
+        return self._seats[rank]
+
+    @property
+    def seats(self) -> list[TrainerSeat]:
+        """All seats, by rank."""
+        return [seat for _, seat in sorted(self._seats.items())]
+
+    @property
+    def taken(self) -> list[TrainerSeat]:
+        """The seats that have a trainer with layers, by rank."""
+        return [seat for seat in self.seats if seat.planning is not None]
+
+    @property
+    def shown(self) -> TrainerSeat:
+        """The seat that a status shows: the first one with a trainer."""
+        return next(iter(self.taken), self.seat(0))
+
+    def check(self) -> None:
+        for seat in self.taken:
+            assert seat.planning is not None
+            seat.planning.check()
