@@ -127,11 +127,12 @@ def test_closing_waits_until_another_coordinator_knows_the_trainer(monkeypatch: 
 
         monkeypatch.setattr(Link, "_on_welcome", late)
         monkeypatch.setattr(link, "LINGER_S", 0.0)
-        dead.kill()
-        dead.wait(DEADLINE_S)
+        dead.suspend()  # it records no more; and no welcome comes until the steps are over, which need that thread
         steps = training.steps
         training.until(lambda: training.steps == steps + 3)
         monkeypatch.setattr(link, "has_ended", look)
+        dead.kill()
+        dead.wait(DEADLINE_S)
     assert [record["step"] for record in records(opt.run_dir)] == [*range(1, training.steps + 1)]
 
 
