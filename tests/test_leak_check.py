@@ -13,14 +13,16 @@ PREAMBLE = """
 import os, socket, subprocess, sys, tempfile
 import pytest
 pytestmark = pytest.mark.spawns
-SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+SLEEP = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
 kept = []
 """
 
 LEAKS = {  # kind: (a test's body, what is said about it)
     "process": ("kept.append(subprocess.Popen(SLEEP))", "process * (*): *sleep(60)"),
     "orphan": (
-        """spawn = f"import subprocess; subprocess.Popen({SLEEP!r}, start_new_session=True)"
+        # Once it runs: while it is being loaded, the system shows no environment, by which it is found.
+        """begin = f"subprocess.Popen({SLEEP!r}, start_new_session=True, stdout=subprocess.PIPE)"
+    spawn = f"import subprocess; {begin}.stdout.readline()"
     subprocess.run([sys.executable, "-c", spawn], check=True)""",
         "process * (*): *sleep(60)",
     ),

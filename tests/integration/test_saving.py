@@ -482,7 +482,7 @@ def test_savers_loaders_and_killers_over_shared_folders(tmp_path: Path) -> None:
         while not wanted <= seen:  # a killer may come too late each time
             (folder := tmp_path / f"seed-{(seed := next(seeds))}").mkdir()
             soak = folders.Soak(folder, [folders.Actor(opt) for opt in opts], random.Random(seed))
-            soak.run(turns=80, seconds=DEADLINE_S)
+            soak.run(turns=40, seconds=DEADLINE_S)
             assert soak.wrong == []
             seen |= soak.counts.keys()
 
