@@ -50,7 +50,7 @@ def tell(
 
 
 def counted(allocated: float, peak: float, fragments: float = 0) -> dict[str, Any]:
-    numbers = {"allocated_bytes": (allocated, peak), "inactive_split_bytes": (0, abs(fragments))}
+    numbers = {"active_bytes": (allocated, peak), "inactive_split_bytes": (0, abs(fragments))}
     return {name: {"all": {"current": now * GB, "peak": most * GB}} for name, (now, most) in numbers.items()}
 
 

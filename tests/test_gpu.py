@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +20,9 @@ from hytrain.memory.transfer import Copy, CudaTransfers, Transfer
 from hytrain.state import tensor_file
 from hytrain.state.tensor_file import PIECE_BYTES
 from hytrain.step import activations
+from hytrain.step.gradient import Departure
 from hytrain.tensors import address
+from protocol.messages import GradReady
 
 pytestmark = [pytest.mark.gpu, pytest.mark.spawns, pytest.mark.usefixtures("forked_workers")]
 
@@ -239,6 +242,30 @@ def wide(dtype: torch.dtype) -> nn.Module:
     """Layers of 28 MB of weights: planes that are pinned in several pieces."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Sequential(nn.Linear(3000, 3000), nn.Tanh()) for _ in range(5)]).to("cuda", dtype)
+
+
+def test_gradients_that_leave_are_freed_whatever_the_sender_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory is free once they are copied: a thread that gets no core in the meantime costs no memory."""
+    model, may_send, message = wide(torch.bfloat16), threading.Event(), Departure.message
+
+    def send_later(departure: Departure) -> GradReady:
+        assert may_send.wait(60.0)
+        return message(departure)
+
+    monkeypatch.setattr(Departure, "message", send_later)
+    batch = torch.ones(2, 3000, device="cuda", dtype=torch.bfloat16)
+    with hytrain.AdamW(model, k=0.0, run_dir=str(tmp_path)) as opt:
+        for number in range(3):
+            may_send.clear()
+            before = torch.cuda.memory_allocated()
+            model(batch).square().mean().backward()
+            layer_bytes = 2 * 3000 * 3001
+            assert number == 0 or torch.cuda.memory_allocated() - before < 2 * layer_bytes, "there are five"
+            may_send.set()
+            opt.step()
+            opt.zero_grad()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -129,8 +129,11 @@ class GpuMemory:
         return self._counted("inactive_split_bytes", "peak")[0]
 
     def _allocated(self) -> tuple[int, int]:
-        """What is allocated now, and the most so far, both without what is lent."""
-        now, most = self._counted("allocated_bytes", "current", "peak")
+        """What nobody else can have now, and the most so far, both without what is lent.
+
+        That includes what has been freed while a stream, as that of a gradient's copy, has yet to pass it.
+        """
+        now, most = self._counted("active_bytes", "current", "peak")
         return now - self._lent, max(self._needed, most - self._lent)
 
     def _counted(self, what: str, *when: str) -> list[int]:

@@ -146,6 +146,9 @@ class HostTransfers:
     def fetch(self, copies: Sequence[Copy], *, after: Iterable[Transfer]) -> Transfer:
         return self._in(copies)
 
+    def let_go(self, leaving: Transfer) -> Transfer:
+        return leaving
+
     def so_far(self) -> Transfer:
         now = self.clock.mark()
         return Transfer(None, (now, now))
@@ -262,6 +265,14 @@ class CudaTransfers:
 
     #: Copy elements of weights. They arrive before this step's gradients, so before new weights overwrite them.
     weights_out = gradients_out
+
+    def let_go(self, leaving: Transfer) -> Transfer:
+        """The same as `gradients_out` has returned, but torch's allocator alone keeps its sources until it ends.
+
+        So what lacks memory waits for the copy, and not for a thread that hears of its end.
+        """
+        self.keep_for(self._out, leaving.keep)
+        return replace(leaving, keep=())
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
         """Copy updated planes into parameters. Kernels that read the old weights came before the gradient's copy."""

@@ -106,7 +106,9 @@ class RoundTrip:
         grads = layer.planes.grads
         copies = [(grads[index], each) for index, each in sorted(gradients.items()) if each is not grads[index]]
         norm = self._verdicts.norm_so_far(layer) if awaited else None
-        leaving = self._transfers.gradients_out(copies if norm is None else [*copies, norm.copy])
+        leaving = self._transfers.let_go(
+            self._transfers.gradients_out(copies if norm is None else [*copies, norm.copy])
+        )
         self._meter.span("d2h_s", layer.lid, step, leaving.span)
         self._link.post("optimizer", Departure(layer, step, counts, norm), after=leaving)
 

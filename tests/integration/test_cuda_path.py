@@ -166,17 +166,18 @@ def test_layers_without_state(options: dict[str, Any], monkeypatch: pytest.Monke
 
 
 def test_backward_waits_for_the_oldest_visits(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the stream that made the gradients, which no other may get the memory of before."""
+    """On the stream that made the gradients, which no other may get the memory of before: those that leave, the copy's."""
     monkeypatch.setattr(Event, "query", lambda event: False)  # the device is late
-    kept: list[Any] = []
+    kept, out = list[Any](), list[Any]()
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(stream))
 
     def run(model: nn.Module, opt: hytrain.AdamW) -> None:
         train(model, opt, range(6), square_loss)
         assert not opt._engine._visits.is_full, "no more than may wait, which is one layer's gradients on a CPU"
+        out.append(opt._engine._transfers._out)
 
     same_bits(run, lambda: perceptron(dtype=torch.bfloat16), {"k": 0.0, "visit": 1.0}, {"k": 0.0})
-    assert set(kept) == {current.stream}
+    assert set(kept) == {current.stream, out[1]}, "with visits, no gradient leaves"
 
 
 def test_what_reads_memory_that_others_get_next_comes_first(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
