@@ -7,19 +7,23 @@ data is elsewhere has to be supported only here. (A DTensor's address is 0, and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.dlpack import from_dlpack
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+#: As torch's allocator on a GPU aligns what it gives.
+PART_ALIGN_BYTES: Final = 512
 #: For each dimension, a beginning and an end.
 Spans = tuple[tuple[int, int], ...]
 
@@ -137,6 +141,23 @@ def has_own_storage(*tensors: Tensor) -> bool:
         if storage.nbytes() not in (0, tensor.nbytes) or not storage.resizable() or is_shared:
             return False
     return True
+
+
+def in_one_piece(wanted: Sequence[tuple[int, torch.dtype]], device: torch.device, *, fresh: bool) -> list[Tensor]:
+    """Tensors of so many elements each, shape (numel,), zeros if `fresh`, in one piece of memory that they have alone.
+
+    Each has a storage of its own; the memory is free once none is left. torch's allocator rounds a piece up by as much
+    as 2 MiB, of which nobody else gets the rest: for planes of 42.5 MiB one by one, 1.5 MiB each.
+    """
+    sizes = [numel * dtype.itemsize for numel, dtype in wanted]
+    starts = list(accumulate((-(-size // PART_ALIGN_BYTES) * PART_ALIGN_BYTES for size in sizes), initial=0))
+    whole = (torch.zeros if fresh else torch.empty)(starts[-1], dtype=torch.uint8, device=device)
+    return [
+        from_dlpack(whole[start : start + size]).view(dtype)
+        if size
+        else torch.empty(0, dtype=dtype, device=device)
+        for start, size, (_, dtype) in zip(starts, sizes, wanted, strict=False)
+    ]
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -266,6 +266,7 @@ def test_gradients_that_leave_are_freed_whatever_the_sender_does(
             may_send.set()
             opt.step()
             opt.zero_grad()
+            opt.synchronize()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

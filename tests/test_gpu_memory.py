@@ -37,7 +37,11 @@ def step(model: nn.Module, opt: hytrain.AdamW, number: int, length: int = 64) ->
 
 
 def requested_bytes() -> int:
-    """Of torch's allocator, now. It may have allocated more: a block that is found is cut only if much is left."""
+    """Of torch's allocator, now. It may have allocated more: a block that is found is cut only if much is left.
+
+    What is free once streams have passed it counts until the allocator has looked.
+    """
+    torch.cuda.empty_cache()
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 

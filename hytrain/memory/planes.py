@@ -23,7 +23,7 @@ from hytrain.kernels.split import clear_remainder
 from hytrain.memory.arena import ArenaFile, Mapping, Memory, free_pages
 from hytrain.memory.passes import as_read, passes
 from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
-from hytrain.tensors import count_write, holders
+from hytrain.tensors import count_write, holders, in_one_piece
 from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, plane_dtype
 from protocol.messages import Segment
 from protocol.rules import MOMENTS, ON_DEVICE
@@ -160,13 +160,15 @@ class DevicePlanes:
         """`weights[i]` has shape (numel,). Unless `fresh`, state is uninitialized. Raises `torch.OutOfMemoryError`."""
         device = weights[0].device
         self._segments, self._weights = segments, weights
-        make = torch.zeros if fresh else torch.empty
-
-        def part(plane: str, segment: Segment) -> Tensor | None:
-            dtype = plane_dtype(plane, segment)
-            return None if dtype is None else make(segment.numel, dtype=DTYPES[dtype], device=device)
-
-        self._planes = {plane: [part(plane, segment) for segment in segments] for plane in STATE_PLANES}
+        dtypes = {plane: [plane_dtype(plane, segment) for segment in segments] for plane in STATE_PLANES}
+        wanted = [
+            (segment.numel, DTYPES[dtype])
+            for of in dtypes.values()
+            for segment, dtype in zip(segments, of, strict=True)
+            if dtype is not None
+        ]
+        made = iter(in_one_piece(wanted, device, fresh=fresh))
+        self._planes = {plane: [None if dtype is None else next(made) for dtype in of] for plane, of in dtypes.items()}
         self._known: dict[tuple[int, ...], list[tuple[list[int], Launch]]] = {}
         for values, remainder in zip(weights, self._planes["remainder"], strict=True):
             if fresh and remainder is not None:
