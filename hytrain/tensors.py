@@ -153,9 +153,7 @@ def in_one_piece(wanted: Sequence[tuple[int, torch.dtype]], device: torch.device
     starts = list(accumulate((-(-size // PART_ALIGN_BYTES) * PART_ALIGN_BYTES for size in sizes), initial=0))
     whole = (torch.zeros if fresh else torch.empty)(starts[-1], dtype=torch.uint8, device=device)
     return [
-        from_dlpack(whole[start : start + size]).view(dtype)
-        if size
-        else torch.empty(0, dtype=dtype, device=device)
+        from_dlpack(whole[start : start + size]).view(dtype) if size else torch.empty(0, dtype=dtype, device=device)
         for start, size, (_, dtype) in zip(starts, sizes, wanted, strict=False)
     ]
 

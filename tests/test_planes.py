@@ -99,7 +99,7 @@ def test_state_is_freed_for_good_unless_somebody_has_a_view_of_it(
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_state_that_the_gpu_owns_is_one_piece_of_memory(device: str) -> None:
-    """Of tensors that are saved and freed one by one. In pieces of 42.5 MiB, the allocator would lose 1.5 MiB of each."""
+    """Of tensors that are saved and freed one by one. Of pieces of 42.5 MiB, the allocator would lose 1.5 MiB each."""
     numel, dtypes = 5440 * 2048, ("float32", "bfloat16")
     segments = [Segment(name=dtype, numel=numel, dtype=dtype, grads_dtype=dtype, group=0) for dtype in dtypes]
     weights = [torch.zeros(numel, dtype=getattr(torch, dtype), device=device) for dtype in dtypes]

@@ -1,7 +1,7 @@
 """Gradients that are read when their updates have begun: answered from where they still are, until `step()`.
 
     the CPU's layers     in their `grads` planes, which the next backward writes
-    the GPU's layers     kept until `step()`, if steps need no more memory for that
+    the GPU's layers     kept until `step()`, if there is memory beside all that steps need
 
 So a loop gets the norms that it logs every hundredth step. From its next step on, updates begin in `step()`.
 """
@@ -25,22 +25,25 @@ class LateReads:
         self._transfers, self._health, self._verdicts = common.transfers, common.health, common.verdicts
         self._timing = common.accumulation.timing
         self._layers = [(layer, sum(weights.nbytes for weights in layer.weights)) for layer in common.layers]
-        self._has_room = False
+        self._lids = frozenset[int]()  # of the GPU's layers: their gradients are kept in this step
         self._kept: dict[int, dict[int, Tensor]] = {}
         for known in common.parameters:
             known.late = self.value
 
     def heed(self, room: Room | None) -> None:
-        """What the device has between two steps; None if there is no bound.
+        """`room`: what the device has, and what steps have needed of it; None if there is no bound.
 
-        At the end of backward it also has the gradients that are kept: no more than steps have needed elsewhere.
+        Gradients of layers that come to the GPU with the next step are not kept in it: there may be no memory but for
+        their state. What was kept in the last step is part of what that has needed.
         """
-        nbytes = sum([nbytes for layer, nbytes in self._layers if layer.life.placement.updates == "gpu"])
-        self._has_room = room is None or room.now + nbytes <= room.needed
+        owned = {layer.lid: nbytes for layer, nbytes in self._layers if layer.life.placement.updates == "gpu"}
+        more = sum([nbytes for lid, nbytes in owned.items() if lid not in self._lids])
+        has_room = room is None or more <= room.usable - room.needed
+        self._lids = frozenset(owned) if has_room else frozenset()
 
     def keep(self, layer: TrainedLayer, gradients: dict[int, Tensor]) -> None:
         """The GPU updates the layer with these, which nobody else needs after that."""
-        if self._has_room:
+        if layer.lid in self._lids:
             self._kept[layer.lid] = gradients
 
     def value(self, parameter: TrainedParameter) -> Tensor | None:

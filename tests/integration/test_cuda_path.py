@@ -166,7 +166,7 @@ def test_layers_without_state(options: dict[str, Any], monkeypatch: pytest.Monke
 
 
 def test_backward_waits_for_the_oldest_visits(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the stream that made the gradients, which no other may get the memory of before: those that leave, the copy's."""
+    """On the stream that made the gradients, which no other may get the memory of before; or that copies them."""
     monkeypatch.setattr(Event, "query", lambda event: False)  # the device is late
     kept, out = list[Any](), list[Any]()
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(stream))

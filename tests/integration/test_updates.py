@@ -36,6 +36,7 @@ from hytrain.algorithms import ADAMW
 from hytrain.errors import UsageError
 from hytrain.memory.capacity import Room
 from hytrain.memory.transfer import HostTransfers
+from hytrain.model.trained import TrainedLayer
 from hytrain.options import Options
 from hytrain.run.link import Link
 from protocol.messages import TrainerReport
@@ -521,16 +522,46 @@ def test_gradients_of_the_gpu_without_room_are_gone() -> None:
         opt.step()
 
 
-def test_gradients_are_kept_where_steps_need_no_more_memory_for_that() -> None:
-    """Between two steps there is `now`, and in them they have needed more, by activations for example."""
+def test_gradients_are_kept_where_there_is_memory_beside_all_that_steps_need() -> None:
+    """Also in the middle of backward, when activations are still there. What was kept is part of that from then on."""
     with adamw(perceptron(), k=0.5) as opt:
-        owned = sum(layer.spec.numel for layer in opt._session.layers if layer.life.placement.updates == "gpu")
+        of_gpu = [layer for layer in opt._session.layers if layer.life.placement.updates == "gpu"]
+        nbytes = 4 * sum(layer.spec.numel for layer in of_gpu)
         late = opt._engine._device.late
-        for room, has in ((0, False), (4 * owned - 1, False), (4 * owned, True)):
-            late.heed(Room(usable=1 << 40, needed=100 + room, now=100))
-            assert late._has_room is has
+
+        def kept(usable: int, needed: int) -> bool:
+            late.heed(Room(usable=usable, needed=needed, now=0))
+            found = {layer.lid for layer in of_gpu if layer.lid in late._lids}
+            assert len(found) in (0, len(of_gpu))
+            return bool(found)
+
+        late.heed(Room(usable=0, needed=1))
+        assert not kept(10 * nbytes - 1, 9 * nbytes)
+        assert kept(10 * nbytes, 9 * nbytes)
+        assert kept(10 * nbytes, 10 * nbytes), "with them"
+        assert not kept(10 * nbytes, 10 * nbytes + 1), "something else needs it"
         late.heed(None)
-        assert late._has_room
+        assert late._lids >= {layer.lid for layer in of_gpu}
+
+
+def test_gradients_of_layers_that_come_to_the_gpu_are_not_kept_in_that_step() -> None:
+    """Memory was planned with for their state alone."""
+    with adamw(perceptron(), policy="random") as opt:
+        late, seen = opt._engine._device.late, set[bool]()
+        keep, owned = late.keep, set[int]()
+
+        def look(layer: TrainedLayer, gradients: dict[int, torch.Tensor]) -> None:
+            keep(layer, gradients)
+            assert (layer.lid in late._kept) is (layer.lid in owned)
+            seen.add(layer.lid in owned)
+
+        late.keep = look  # type: ignore[method-assign]
+        number = 0
+        while seen != {True, False}:
+            train(opt._model, opt, range(number, number + 1), square_loss)
+            number += 1
+            owned.clear()
+            owned.update(layer.lid for layer in opt._session.layers if layer.life.placement.updates == "gpu")
 
 
 def test_a_gradient_that_the_loop_has_kept_is_not_the_next_ones() -> None:
