@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.dlpack import from_dlpack
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -150,10 +149,11 @@ def in_one_piece(wanted: Sequence[tuple[int, torch.dtype]], device: torch.device
     as 2 MiB, of which nobody else gets the rest: for planes of 42.5 MiB one by one, 1.5 MiB each.
     """
     sizes = [numel * dtype.itemsize for numel, dtype in wanted]
+    # By capsules: of tensors alone, from_dlpack takes those of the thread's current GPU.
     starts = list(accumulate((-(-size // PART_ALIGN_BYTES) * PART_ALIGN_BYTES for size in sizes), initial=0))
     whole = (torch.zeros if fresh else torch.empty)(starts[-1], dtype=torch.uint8, device=device)
     return [
-        from_dlpack(whole[start : start + size]).view(dtype) if size else torch.empty(0, dtype=dtype, device=device)
+        torch.from_dlpack(torch.to_dlpack(whole[start : start + size])).view(dtype) if size else torch.empty(0, dtype=dtype, device=device)
         for start, size, (_, dtype) in zip(starts, sizes, wanted, strict=False)
     ]
 
