@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -153,7 +154,9 @@ def in_one_piece(wanted: Sequence[tuple[int, torch.dtype]], device: torch.device
     starts = list(accumulate((-(-size // PART_ALIGN_BYTES) * PART_ALIGN_BYTES for size in sizes), initial=0))
     whole = (torch.zeros if fresh else torch.empty)(starts[-1], dtype=torch.uint8, device=device)
     return [
-        torch.from_dlpack(torch.to_dlpack(whole[start : start + size])).view(dtype) if size else torch.empty(0, dtype=dtype, device=device)
+        from_dlpack(to_dlpack(whole[start : start + size])).view(dtype)
+        if size
+        else torch.empty(0, dtype=dtype, device=device)
         for start, size, (_, dtype) in zip(starts, sizes, wanted, strict=False)
     ]
 
