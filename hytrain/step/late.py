@@ -1,7 +1,7 @@
 """Gradients that are read when their updates have begun: answered from where they still are, until `step()`.
 
     the CPU's layers     in their `grads` planes, which the next backward writes
-    the GPU's layers     kept until `step()`, if there is memory beside all that steps need
+    the GPU's layers     kept until `step()`, if steps need no more memory for that, and there is some beside
 
 So a loop gets the norms that it logs every hundredth step. From its next step on, updates begin in `step()`.
 """
@@ -31,14 +31,16 @@ class LateReads:
             known.late = self.value
 
     def heed(self, room: Room | None) -> None:
-        """`room`: what the device has, and what steps have needed of it; None if there is no bound.
+        """`room`: what the device has between two steps, and what they have needed of it; None if there is no bound.
 
-        Gradients of layers that come to the GPU with the next step are not kept in it: there may be no memory but for
-        their state. What was kept in the last step is part of what that has needed.
+        At the end of backward it also has the gradients that are kept: no more than steps have needed elsewhere.
+        Before, it may have activations besides, and for that there is memory which no step has needed. What was kept
+        in the last step is part of what that has needed. Gradients of layers that come to the GPU with the next step
+        are not kept in it: their state may take all there is.
         """
         owned = {layer.lid: nbytes for layer, nbytes in self._layers if layer.life.placement.updates == "gpu"}
-        more = sum([nbytes for lid, nbytes in owned.items() if lid not in self._lids])
-        has_room = room is None or more <= room.usable - room.needed
+        all_of, more = sum(owned.values()), sum([nbytes for lid, nbytes in owned.items() if lid not in self._lids])
+        has_room = room is None or (room.now + all_of <= room.needed and room.needed + more <= room.usable)
         self._lids = frozenset(owned) if has_room else frozenset()
 
     def keep(self, layer: TrainedLayer, gradients: dict[int, Tensor]) -> None:

@@ -522,24 +522,25 @@ def test_gradients_of_the_gpu_without_room_are_gone() -> None:
         opt.step()
 
 
-def test_gradients_are_kept_where_there_is_memory_beside_all_that_steps_need() -> None:
-    """Also in the middle of backward, when activations are still there. What was kept is part of that from then on."""
+def test_gradients_are_kept_where_steps_need_no_more_and_there_is_some_beside() -> None:
+    """Between two steps there is `now`, and in them they have needed more, by activations for example."""
     with adamw(perceptron(), k=0.5) as opt:
         of_gpu = [layer for layer in opt._session.layers if layer.life.placement.updates == "gpu"]
         nbytes = 4 * sum(layer.spec.numel for layer in of_gpu)
         late = opt._engine._device.late
 
-        def kept(usable: int, needed: int) -> bool:
-            late.heed(Room(usable=usable, needed=needed, now=0))
+        def kept(**room: int) -> bool:
+            late.heed(Room(**room))
             found = {layer.lid for layer in of_gpu if layer.lid in late._lids}
             assert len(found) in (0, len(of_gpu))
             return bool(found)
 
         late.heed(Room(usable=0, needed=1))
-        assert not kept(10 * nbytes - 1, 9 * nbytes)
-        assert kept(10 * nbytes, 9 * nbytes)
-        assert kept(10 * nbytes, 10 * nbytes), "with them"
-        assert not kept(10 * nbytes, 10 * nbytes + 1), "something else needs it"
+        assert not kept(now=100, needed=99 + nbytes, usable=1 << 40), "steps would need more at their end"
+        assert not kept(now=100, needed=100 + nbytes, usable=99 + 2 * nbytes), "or in the middle, beside activations"
+        assert kept(now=100, needed=100 + nbytes, usable=100 + 2 * nbytes)
+        assert kept(now=100, needed=100 + 2 * nbytes, usable=100 + 2 * nbytes), "with what was kept"
+        assert not kept(now=100, needed=101 + 2 * nbytes, usable=100 + 2 * nbytes), "something else needs it"
         late.heed(None)
         assert late._lids >= {layer.lid for layer in of_gpu}
 
