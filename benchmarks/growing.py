@@ -29,7 +29,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from benchmarks.host import used_bytes
+from benchmarks.host import gpu_peak_bytes, used_bytes
 from benchmarks.parts import FIRST, FOUR_TIMES, NEIGHBOUR, PARK, RANDOM, SHAPES, Job, Segment
 from benchmarks.rows import times_of
 
@@ -52,12 +52,11 @@ def measure(job: Job, segment: Segment, model: nn.Module, optimizer: Any) -> dic
     if job.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     found = loop.park() if segment.label == PARK else loop.run()
-    peak_bytes = torch.cuda.max_memory_allocated() if job.device == "cuda" else 0
     return {
         **times_of(loop.steps_s, segment.measure),
         "mean_s": round(statistics.fmean(loop.steps_s[-segment.measure :]), 5),
         "evicted_gb": round(loop.evicted_bytes() / 1e9, 3),
-        "gpu_peak_gb": round(peak_bytes / 1e9, 2),
+        "gpu_peak_gb": round(gpu_peak_bytes() / 1e9, 2),
         "host_used_bytes": used_bytes(),
         "k": float(optimizer.statistics().k),
         **found,

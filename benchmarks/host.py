@@ -101,6 +101,16 @@ def used_bytes() -> int:
     return memory.total - memory.available
 
 
+def gpu_peak_bytes() -> int:
+    """The most GPU memory that nobody else could have, since torch's peaks began; 0 without a GPU.
+
+    `torch.cuda.max_memory_allocated` leaves out what was freed while a stream was still to pass it.
+    """
+    import torch  # most who need this module do without
+
+    return int(torch.cuda.memory_stats().get("active_bytes.all.peak", 0))
+
+
 def program_bytes() -> int:
     """Anonymous and shared pages: what programs hold, without files. Without that account, all that is in use."""
     lines = (line.partition(":") for line in _text("/proc/meminfo").splitlines())

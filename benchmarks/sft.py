@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.host import used_bytes
+from benchmarks.host import gpu_peak_bytes, used_bytes
 from benchmarks.parts import SHAPES, Job, Segment
 from benchmarks.rows import times_of
 
@@ -94,10 +94,9 @@ def measure(job: Job, segment: Segment, model: nn.Module, options: dict[str, Any
 
             opt = adopt(trainer, **options)
         trainer.train()
-    peak_bytes = torch.cuda.max_memory_allocated() if job.device == "cuda" else 0
     row = {
         **times_of(marks.times(), segment.measure),
-        "gpu_peak_gb": round(peak_bytes / 1e9, 2),
+        "gpu_peak_gb": round(gpu_peak_bytes() / 1e9, 2),
         "host_used_bytes": used_bytes(),
         "loss": round([entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1], 4),
     }

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import graphs, idle, ranks, saving, text
-from benchmarks.host import used_bytes
+from benchmarks.host import gpu_peak_bytes, used_bytes
 from benchmarks.monitors import Monitors
 from benchmarks.parts import COMPILED, GRAPHED, KEPT, ON_META, SHAPES, WHOLE, Job, Segment
 from benchmarks.power import Power
@@ -240,7 +240,7 @@ def measure(job: Job, segment: Segment, model: nn.Module, running: Running) -> d
         told = watching and watching.read()
     row = {
         **times_of(steps.times(), segment.measure),
-        "gpu_peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if job.device == "cuda" else 0.0,
+        "gpu_peak_gb": round(gpu_peak_bytes() / 1e9, 2),
         "alloc_retries": alloc_retries() - retries,
         "host_used_bytes": used_bytes(),
         "loss": round(steps.loss, 4),

@@ -90,7 +90,8 @@ def train(model: nn.Module, step: Callable[[], None], data: Tensor, name: str) -
         times_s.append(time.perf_counter() - began_s)
         if number == 1 or number % 10 == 0:
             print(f"  {name}, step {number:2}: loss {value:.3f}, {times_s[-1]:.3f} s", flush=True)
-    return Measured(statistics.median(times_s[-COUNTED:]), torch.cuda.max_memory_allocated(), value)
+    peak = torch.cuda.memory_stats().get("active_bytes.all.peak", 0)
+    return Measured(statistics.median(times_s[-COUNTED:]), peak, value)
 
 
 def by_torch(parameters: float, device: str, steps: int = TORCH_STEPS) -> Measured | str:

@@ -144,21 +144,20 @@ def has_own_storage(*tensors: Tensor) -> bool:
 
 
 def in_one_piece(wanted: Sequence[tuple[int, torch.dtype]], device: torch.device, *, fresh: bool) -> list[Tensor]:
-    """Tensors of so many elements each, shape (numel,), zeros if `fresh`, in one piece of memory that they have alone.
+    """Tensors of so many elements each, 1 or more, shape (numel,), zeros if `fresh`, in one piece of memory.
 
     Each has a storage of its own; the memory is free once none is left. torch's allocator rounds a piece up by as much
-    as 2 MiB, of which nobody else gets the rest: for planes of 42.5 MiB one by one, 1.5 MiB each.
+    as 2 MiB, of which nobody else gets the rest: for planes of 42.5 MiB one by one, 1.5 MiB each. It does not know the
+    parts: `record_stream` does nothing for them.
     """
     sizes = [numel * dtype.itemsize for numel, dtype in wanted]
-    # By capsules: of tensors alone, from_dlpack takes those of the thread's current GPU.
     starts = list(accumulate((-(-size // PART_ALIGN_BYTES) * PART_ALIGN_BYTES for size in sizes), initial=0))
-    whole = (torch.zeros if fresh else torch.empty)(starts[-1], dtype=torch.uint8, device=device)
-    return [
-        from_dlpack(to_dlpack(whole[start : start + size])).view(dtype)
-        if size
-        else torch.empty(0, dtype=dtype, device=device)
-        for start, size, (_, dtype) in zip(starts, sizes, wanted, strict=False)
-    ]
+
+    with untraced():
+        whole = (torch.zeros if fresh else torch.empty)(starts[-1], dtype=torch.uint8, device=device)
+        parts = [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        # By a capsule: of a tensor itself, from_dlpack takes only one of the thread's current GPU.
+        return [from_dlpack(to_dlpack(part)).view(dtype) for part, (_, dtype) in zip(parts, wanted, strict=True)]
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, compress, pairwise
 from types import NoneType
 from typing import Any, Final, TypeVar
 
@@ -267,12 +267,14 @@ class CudaTransfers:
     weights_out = gradients_out
 
     def let_go(self, leaving: Transfer) -> Transfer:
-        """The same as `gradients_out` has returned, but torch's allocator alone keeps its sources until it ends.
+        """The same as `gradients_out` has returned, but torch's allocator alone keeps what it owns of the sources.
 
-        So what lacks memory waits for the copy, and not for a thread that hears of its end.
+        So their memory is free once the copy has ended, and not when a thread hears of that. Memory of others, such as
+        another library's, is theirs as soon as nobody refers to it: the transfer goes on to keep that.
         """
-        self.keep_for(self._out, leaving.keep)
-        return replace(leaving, keep=())
+        is_torchs = [source.untyped_storage().resizable() for source in leaving.keep]
+        self.keep_for(self._out, compress(leaving.keep, is_torchs))
+        return replace(leaving, keep=[source for source, own in zip(leaving.keep, is_torchs, strict=True) if not own])
 
     def weights_in(self, copies: Sequence[Copy]) -> Transfer:
         """Copy updated planes into parameters. Kernels that read the old weights came before the gradient's copy."""

@@ -8,10 +8,13 @@ So a loop gets the norms that it logs every hundredth step. From its next step o
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 from torch import Tensor
 
 from hytrain.memory.capacity import Room
+from hytrain.memory.planes import DevicePlanes
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.step.common import Common
 from hytrain.step.life import State
@@ -24,9 +27,13 @@ class LateReads:
     def __init__(self, common: Common) -> None:
         self._transfers, self._health, self._verdicts = common.transfers, common.health, common.verdicts
         self._timing = common.accumulation.timing
-        self._layers = [(layer, sum(weights.nbytes for weights in layer.weights)) for layer in common.layers]
-        self._lids = frozenset[int]()  # of the GPU's layers: their gradients are kept in this step
+        self._layers = common.layers
+        self._nbytes = [sum(weights.nbytes for weights in layer.weights) for layer in common.layers]
+        self._budget = 0.0  # bytes to keep in a step
+        self._left: float | None = None  # of them in this one, once a layer was updated
+        self._kept_bytes = 0
         self._kept: dict[int, dict[int, Tensor]] = {}
+        self._owned = frozenset[int]()  # layers whose state was on the device when the last step ended
         for known in common.parameters:
             known.late = self.value
 
@@ -35,17 +42,21 @@ class LateReads:
 
         At the end of backward it also has the gradients that are kept: no more than steps have needed elsewhere.
         Before, it may have activations besides, and for that there is memory which no step has needed. What was kept
-        in the last step is part of what that has needed. Gradients of layers that come to the GPU with the next step
-        are not kept in it: their state may take all there is.
+        in the last step is part of what that has needed.
         """
-        owned = {layer.lid: nbytes for layer, nbytes in self._layers if layer.life.placement.updates == "gpu"}
-        all_of, more = sum(owned.values()), sum([nbytes for lid, nbytes in owned.items() if lid not in self._lids])
-        has_room = room is None or (room.now + all_of <= room.needed and room.needed + more <= room.usable)
-        self._lids = frozenset(owned) if has_room else frozenset()
+        kept, self._kept_bytes, self._left = self._kept_bytes, 0, None
+        self._budget = inf if room is None else min(room.needed - room.now, room.usable - room.needed + kept)
+        self._owned = frozenset([layer.lid for layer in self._layers if isinstance(layer.holds, DevicePlanes)])
 
     def keep(self, layer: TrainedLayer, gradients: dict[int, Tensor]) -> None:
         """The GPU updates the layer with these, which nobody else needs after that."""
-        if layer.lid in self._lids:
+        if self._left is None:  # state that has come with this step has taken its memory by now
+            states = [(other.lid, other.holds) for other in self._layers]
+            came = [at.nbytes for lid, at in states if isinstance(at, DevicePlanes) and lid not in self._owned]
+            self._left = self._budget - sum(came)
+        if (nbytes := self._nbytes[layer.lid]) <= self._left:
+            self._left -= nbytes
+            self._kept_bytes += nbytes
             self._kept[layer.lid] = gradients
 
     def value(self, parameter: TrainedParameter) -> Tensor | None:

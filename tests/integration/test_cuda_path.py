@@ -180,6 +180,16 @@ def test_backward_waits_for_the_oldest_visits(current: Current, monkeypatch: pyt
     assert set(kept) == {current.stream, out[1]}, "with visits, no gradient leaves"
 
 
+def test_memory_of_others_is_kept_while_it_is_copied(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as another library's gradients, of which torch's allocator knows nothing; its own it keeps itself."""
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: kept.append(tensor))
+    transfers, own, others = OverHostMemory(torch.device("cpu")), torch.ones(3), torch.from_dlpack(torch.ones(3))
+    leaving = transfers.let_go(transfers.gradients_out([(torch.zeros(3), own), (torch.zeros(3), others)]))
+    assert [id(tensor) for tensor in kept] == [id(own)]
+    assert [id(tensor) for tensor in leaving.keep] == [id(others)]
+
+
 def test_what_reads_memory_that_others_get_next_comes_first(current: Current, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that leave memory which the user has allocated: whoever computes may get it next."""
     reads, seen = list[Any](), list[Any]()

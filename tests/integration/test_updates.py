@@ -26,6 +26,7 @@ from helpers import (
     train,
     wait_for_coordinator,
     weights,
+    train_until,
 )
 from small_models import fails_in_backward, perceptron, square_loss, vectors
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ import hytrain
 from hytrain.algorithms import ADAMW
 from hytrain.errors import UsageError
 from hytrain.memory.capacity import Room
+from hytrain.memory.planes import DevicePlanes
 from hytrain.memory.transfer import HostTransfers
 from hytrain.model.trained import TrainedLayer
 from hytrain.options import Options
@@ -529,41 +531,70 @@ def test_gradients_are_kept_where_steps_need_no_more_and_there_is_some_beside() 
         nbytes = 4 * sum(layer.spec.numel for layer in of_gpu)
         late = opt._engine._device.late
 
-        def kept(**room: int) -> bool:
+        def kept(**room: int) -> int:
             late.heed(Room(**room))
-            found = {layer.lid for layer in of_gpu if layer.lid in late._lids}
-            assert len(found) in (0, len(of_gpu))
-            return bool(found)
+            for layer in of_gpu:
+                late.keep(layer, {})
+            late.end_step()
+            return late._kept_bytes
 
-        late.heed(Room(usable=0, needed=1))
-        assert not kept(now=100, needed=99 + nbytes, usable=1 << 40), "steps would need more at their end"
-        assert not kept(now=100, needed=100 + nbytes, usable=99 + 2 * nbytes), "or in the middle, beside activations"
-        assert kept(now=100, needed=100 + nbytes, usable=100 + 2 * nbytes)
-        assert kept(now=100, needed=100 + 2 * nbytes, usable=100 + 2 * nbytes), "with what was kept"
-        assert not kept(now=100, needed=101 + 2 * nbytes, usable=100 + 2 * nbytes), "something else needs it"
+        assert len(of_gpu) > 1
+        for layer in of_gpu:
+            late.keep(layer, {})
+        assert late._kept_bytes == 0, "in the first step, of which nothing is known"
+        first = 4 * of_gpu[0].spec.numel
+        assert kept(now=100, needed=100 + first, usable=1 << 40) == first, (
+            "with all, steps would need more at their end"
+        )
+        late.heed(Room(now=0, needed=0, usable=0))
+        assert kept(now=100, needed=100 + nbytes, usable=100 + nbytes + first) == first, "or beside activations"
+        assert kept(now=100, needed=100 + nbytes, usable=100 + 2 * nbytes) == nbytes
+        assert kept(now=100, needed=100 + 2 * nbytes, usable=100 + 2 * nbytes) == nbytes, "with what was kept"
+        assert kept(now=100, needed=200 + nbytes, usable=100) == 0, "something else needs it"
         late.heed(None)
-        assert late._lids >= {layer.lid for layer in of_gpu}
+        assert late._budget == float("inf")
 
 
-def test_gradients_of_layers_that_come_to_the_gpu_are_not_kept_in_that_step() -> None:
-    """Memory was planned with for their state alone."""
+def test_state_that_comes_has_its_memory_before_gradients_are_kept() -> None:
+    """It may take all that no step has needed so far."""
     with adamw(perceptron(), policy="random") as opt:
-        late, seen = opt._engine._device.late, set[bool]()
-        keep, owned = late.keep, set[int]()
+        late, came = opt._engine._device.late, list[int]()
+        heed, keep = late.heed, late.keep
+
+        def bounded(room: Room | None) -> None:
+            heed(Room(now=0, needed=1 << 30, usable=1 << 31))
 
         def look(layer: TrainedLayer, gradients: dict[int, torch.Tensor]) -> None:
+            is_first, there = late._left is None, late._owned
             keep(layer, gradients)
-            assert (layer.lid in late._kept) is (layer.lid in owned)
-            if owned:
-                seen.add(layer.lid in owned)
+            holds = {each.lid: each.holds for each in opt._session.layers}
+            found = [at.nbytes for lid, at in holds.items() if lid not in there and isinstance(at, DevicePlanes)]
+            if is_first:
+                assert late._left == late._budget - sum(found) - late._kept_bytes
+                came.extend(found)
 
-        late.keep = look  # type: ignore[method-assign]
-        number = 0
-        while seen != {True, False}:
-            train(opt._model, opt, range(number, number + 1), square_loss)
+        late.heed, late.keep = bounded, look  # type: ignore[method-assign]
+        train_until(lambda: len(came) > 3, opt._model, opt, 0, square_loss)
+
+
+def test_gradients_of_layers_that_come_to_the_gpu_are_found() -> None:
+    """Where memory has no bound, a loop may read them in whichever step it likes."""
+    with adamw(perceptron(), policy="random", updates="backward") as opt:
+        train(opt._model, opt, range(1), square_loss)
+        moved, number = set[int](), 1
+        while len(moved) <= 3:
+            before = owned(opt)
+            backward(opt._model, number)
+            assert len([gradient.norm() for gradient in gradients(opt._model)]) > 4
+            moved |= owned(opt) - before
+            opt.step()
+            opt.zero_grad()
             number += 1
-            owned.clear()
-            owned.update(layer.lid for layer in opt._session.layers if layer.life.placement.updates == "gpu")
+
+
+def owned(opt: hytrain.AdamW) -> set[int]:
+    """The layers whose state is on the GPU now."""
+    return {layer.lid for layer in opt._session.layers if isinstance(layer.holds, DevicePlanes)}
 
 
 def test_a_gradient_that_the_loop_has_kept_is_not_the_next_ones() -> None:
