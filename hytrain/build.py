@@ -311,8 +311,7 @@ class Build:
         engine.start(plan)
         for blueprint in blueprints_of(site.model):
             blueprint.make(partial(self._give, engine), site.device)
-        if self.blocks:
-            site.memory.begin_anew()
+        site.memory.begin_session()
 
     def _give(self, engine: Engine, planned: Planned, read: Read) -> None:
         """A blueprint has made a parameter's first values."""

@@ -128,6 +128,24 @@ def test_what_is_lent_is_used_until_it_is_back_and_then_not_needed_by_steps(monk
     assert free(memory) == pytest.approx((usable - 36) * GB)
 
 
+@pytest.mark.parametrize("pool", [(0, 0), (0, 1)], ids=["no graphs", "graphs"])
+def test_what_was_needed_before_a_session_says_nothing_unless_graphs_keep_it(
+    pool: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, peak = tell(monkeypatch, 1.0, 60, 35, 20, 50), 50.0
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"segment_pool_id": (0, 0)}, {"segment_pool_id": pool}])
+
+    def reset(_: object) -> None:
+        nonlocal peak
+        peak = 20.0
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: counted(20.0, peak))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    memory.begin_session()
+    room = memory.room()
+    assert room is not None and room.needed == (20 if pool == (0, 0) else 50) * GB
+
+
 def test_without_a_gpu_nothing_is_known() -> None:
     memory = GpuMemory(torch.device("cpu"))
     assert memory.room() is None and memory.for_state_bytes() is None

@@ -332,18 +332,37 @@ def test_what_steps_need_is_told_from_what_is_placed(driver: Driver) -> None:
     driver.start(policy="deadline", device="cuda", gpu_bytes=1 << 40)
     state, waiting = 10 * SEGMENT.numel, 2 * 2 * SEGMENT.numel
 
-    def room(step: int, gpu_lids: tuple[int, ...], needed: int) -> int | None:
-        driver.handle(report(step, gpu_lids, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed))
+    def room(step: int, gpu_lids: tuple[int, ...], needed: int, *, moving: bool = False) -> int | None:
+        driver.handle(report(step, gpu_lids, gpu_usable_bytes=100 * state, gpu_needed_bytes=needed, moving=moving))
         found = driver.planning.room.limits.gpu_state_bytes
         assert found is not None
         return (found + waiting) // state
 
     assert room(1, (), 20 * state) == 80
-    assert room(2, (), 22 * state) == 78, "two layers are on their way"
+    assert room(2, (), 22 * state, moving=True) == 78, "two layers are on their way"
     assert room(3, (0, 1), 22 * state) == 78, "and have come in the middle of this step"
     assert [room(step, (0, 1), 22 * state) for step in (4, 5)] == [78, 80]
     assert [room(step, (), 22 * state) for step in (6, 7, 8, 9)] == [80] * 4, "they have left"
     assert room(10, (), 23 * state) == 77, "now steps need more"
+
+
+def test_what_a_step_has_needed_stays_counted_when_state_has_come(driver: Driver) -> None:
+    """The longest batch comes first, and may come again. Or updates no longer wait for step()."""
+    driver.start(policy="deadline", device="cuda", gpu_bytes=1 << 40, in_step=True)
+    room, numel = driver.planning.room, SEGMENT.numel
+    state, gradients = 10 * numel, 2 * numel
+
+    def for_steps(step: int, gpu_lids: tuple[int, ...], needed: int, **changes: Any) -> int:
+        report_of = {"gpu_usable_bytes": 100 * state, "gpu_needed_bytes": needed * numel, "in_step": True} | changes
+        driver.handle(report(step, gpu_lids, **report_of))
+        return room._for_steps_bytes // numel
+
+    assert for_steps(1, (), 300) == 300
+    assert for_steps(2, (), 300, moving=True) == 300
+    placed = 2 * (state + gradients) // numel
+    assert [for_steps(step, (0, 1), 310) for step in (3, 4, 5)] == [300] * 3, "a usual batch, beside two layers"
+    assert for_steps(6, (0, 1), 330) == 330 - placed, "a longer one"
+    assert for_steps(7, (0, 1), 330, in_step=False) == 330 - placed + 2 * gradients // numel, "which were not there"
 
 
 def test_a_layer_that_was_evicted_visits_and_its_memory_is_planned_for_steps(driver: Driver) -> None:
@@ -1329,7 +1348,7 @@ def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver)
     on_gpu = placed((0,))
     for step in (10, 11, 12):
         room(step, on_gpu, 20 * state + ring + 1, 600)
-    assert for_visits() == 4400, "less is needed than at the peak, as these steps show with fewer of them"
+    assert for_visits() == 4000, "what a step has needed may be needed again, with as many of them"
 
 
 def test_what_awaits_a_verdict_is_not_what_visits_hold(driver: Driver) -> None:

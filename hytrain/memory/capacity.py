@@ -15,7 +15,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -121,12 +121,16 @@ class GpuMemory:
     def _fragments(self) -> int:
         """Bytes that the allocator may be unable to join again. Expandable segments have none, whatever it counts."""
         if self._is_expandable is None:
-            can_tell = torch.cuda.get_allocator_backend() == "native"  # CUDA's own allocator has no segments
-            segments = torch.cuda.memory_snapshot() if can_tell else []
+            segments = self._segments()
             self._is_expandable = any(segment.get("is_expandable") for segment in segments) if segments else None
         if self._is_expandable:
             return 0
         return self._counted("inactive_split_bytes", "peak")[0]
+
+    def _segments(self) -> list[dict[str, Any]]:
+        """torch's, of any GPU. CUDA's own allocator has none."""
+        has_any = self._device.type == "cuda" and torch.cuda.get_allocator_backend() == "native"
+        return list(torch.cuda.memory_snapshot()) if has_any else []
 
     def _allocated(self) -> tuple[int, int]:
         """What nobody else can have now, and the most so far, both without what is lent.
@@ -148,6 +152,15 @@ class GpuMemory:
         _, self._needed = self._allocated()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+
+    def begin_session(self) -> None:
+        """What was needed before it, to load a model for example, says nothing about its steps.
+
+        But graphs that were captured keep their memory, of which only the peak tells.
+        """
+        segments = self._segments()
+        if all(tuple(segment.get("segment_pool_id", ())) in ((), (0, 0)) for segment in segments):
+            self.begin_anew()
 
     def begin_anew(self) -> None:
         """What was needed so far, before the first step or before an eviction, says nothing about the next steps."""

@@ -203,6 +203,8 @@ class Memory:
     def begin_anew(self) -> None:
         self.needed = 0
 
+    begin_session = begin_anew
+
     def computes(self, elements: int) -> None:
         """A step has its peak."""
         self.needed = max(self.needed, self.now + 100 * elements)

@@ -24,9 +24,9 @@ from helpers import (
     same_bits,
     seed,
     train,
+    train_until,
     wait_for_coordinator,
     weights,
-    train_until,
 )
 from small_models import fails_in_backward, perceptron, square_loss, vectors
 from torch import Tensor, nn

@@ -149,7 +149,7 @@ class Planning:
         if len(report.places) != len(self._facts) or not self._offloadable.issuperset(report.places.offloaded):
             raise ValueError(f"a report on {len(report.places)} layers, where there are {len(self._facts)}")
         if report.in_step is not self.table.in_step:
-            self._begin_updates(in_step=report.in_step)
+            self._begin_updates(report.places, in_step=report.in_step)
         self._step, self._offloaded = report.step, report.places.offloaded
         if (usual := self.measured.on_trainer(report, is_late=is_late)) is not None:
             self._note_residual(usual)
@@ -160,11 +160,11 @@ class Planning:
         kept = self._last.keeps(self._step, self.wishes, self.places, self._shares) if rests else []
         return kept if is_late else kept + self._replan()
 
-    def _begin_updates(self, *, in_step: bool) -> None:
+    def _begin_updates(self, places: Places, *, in_step: bool) -> None:
         """They begin in `step()` from now on, or in backward: plan for that."""
         self.table = replace(self.table, in_step=in_step)
         sizes = sizes_of(self.table)
-        self.room.resize(sizes)
+        self.room.resize(sizes, places)
         self._facts = [facts(layer, self.table, sizes) for layer in self.table.layers]
         self._planned_at = None
         self._book.begin_updates(in_step=in_step, layers=self._facts)

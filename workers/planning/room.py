@@ -4,7 +4,8 @@
     now, then ─ is_enough_for ─▶ whether both fit at once
 
 The peak of all steps is reported. If it has grown, it is this step's. If not, it may be of a time when more was placed
-on the GPU than now; or of state on its way there, which is counted by now, once whole steps have passed.
+on the GPU than now; or of state on its way there, which is counted by now, once whole steps have passed. What a step
+has needed while nothing moved stays counted: the longest batch, or an evaluation, may come again when state has come.
 """
 
 from __future__ import annotations
@@ -71,14 +72,22 @@ class Room:
         self._host_limit: int | None = None  # for planes and activations, once it was commanded
         # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
         self._needed_bytes = self._for_steps_bytes = 0
+        self._least_bytes = 0  # of what is not ours: some step has needed it, so that others may
         self._placed_bytes: int | None = None
         self._same_steps = WHOLE_STEPS
         self._has_ring = False  # for visits, on the GPU
         self._waited_bytes = 0  # gradients that waited for visits in a step that needed no more than `_for_steps_bytes`
 
-    def resize(self, sizes: Sizes) -> None:
-        """From now on, layers take this much."""
+    def resize(self, sizes: Sizes, places: Places | None = None) -> None:
+        """From now on, layers take this much. What they do not take any more, in these places, steps may need instead.
+
+        Gradients that wait for `step()` are not there yet when activations are the most.
+        """
+        before = 0 if places is None else self._placed_on_gpu_bytes(places)
         self.sizes, self.by_plane = sizes, lru_cache(maxsize=1)(self._by_plane)
+        if places is not None:
+            freed = max(0, before - self._placed_on_gpu_bytes(places))
+            self._for_steps_bytes, self._least_bytes = self._for_steps_bytes + freed, self._least_bytes + freed
 
     @property
     def is_known(self) -> bool:
@@ -102,7 +111,7 @@ class Room:
         """Take in what a step has needed. `is_warm`: it was no first one. `is_moving`: layers are on their way."""
         self._heed_activations(report.activation_bytes)
         if is_warm and report.gpu_usable_bytes is not None and report.gpu_needed_bytes is not None:
-            self._heed_gpu(report, report.gpu_usable_bytes, report.gpu_needed_bytes)
+            self._heed_gpu(report, report.gpu_usable_bytes, report.gpu_needed_bytes, is_moving=is_moving)
         if report.host_free_bytes is not None and not is_moving and self.is_known:
             self._heed_host(report.places, report.host_free_bytes)
 
@@ -122,7 +131,7 @@ class Room:
         if nbytes is not None:
             self.limits = replace(self.limits, host_bytes=max(0, nbytes - self._activation_bytes))
 
-    def _heed_gpu(self, report: m.TrainerReport, usable_bytes: int, needed_bytes: int) -> None:
+    def _heed_gpu(self, report: m.TrainerReport, usable_bytes: int, needed_bytes: int, *, is_moving: bool) -> None:
         """What steps take beside state and weights is known: the rest is to be planned with."""
         if report.places.visiting and not self._has_ring:  # it stays from now on
             self._has_ring = True
@@ -131,7 +140,11 @@ class Room:
         rest = max(0, needed_bytes - placed)
         same = placed == self._placed_bytes or self._placed_bytes is None
         self._same_steps = self._same_steps + 1 if same else 0
-        if needed_bytes > self._needed_bytes:
+        is_grown, is_first = needed_bytes > self._needed_bytes, self._needed_bytes == 0
+        if is_grown and not is_moving and (self.is_known or is_first):
+            self._least_bytes = max(self._least_bytes, rest)
+        rest = max(rest, self._least_bytes)
+        if is_grown:
             self._for_steps_bytes, self._waited_bytes = rest, report.waited_bytes
         elif self.is_known and rest <= self._for_steps_bytes:
             before = self._waited_bytes if rest == self._for_steps_bytes else 0
