@@ -18,6 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ class Accumulation:
         """
         self._choose, self._planes = choose, planes
         self._sums: Sums = DeviceSums()
-        self._chosen = False
+        self._chosen: tuple[torch.dtype, bool] | None = None  # for which
 
     def begin_step(self, step: int, *, keeps: bool) -> None:
         """The first backward of a step begins. Whether the loop `keeps` the last step's gradients is seen now.
@@ -199,7 +200,7 @@ class Accumulation:
             self.timing.saw("keeps gradients", after_step=True)
         if self.timing.begin_step(step) and not self.timing.in_step:
             self._sums.close()
-            self._sums, self._chosen = DeviceSums(), False
+            self._sums, self._chosen = DeviceSums(), None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -275,8 +276,12 @@ class Accumulation:
         return self._chosen_sums(first.dtype, beside_planes=planes is not None)
 
     def _chosen_sums(self, dtype: torch.dtype, *, beside_planes: bool) -> Sums:
-        if not self._chosen:
-            self._sums, self._chosen = self._choose(dtype, beside_planes), True
+        """Those that were chosen for as many bytes, or anew: in a loop that begins to accumulate, for example."""
+        chosen = self._chosen or (dtype, beside_planes)
+        wanted = max(chosen[0], dtype, key=attrgetter("itemsize")), chosen[1] and beside_planes
+        if wanted != self._chosen and not self._sums.waiting():
+            self._sums.close()
+            self._sums, self._chosen = self._choose(*wanted), wanted
         return self._sums
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -169,3 +170,28 @@ def test_evaluation_and_schedules_between_backwards() -> None:
             opt.zero_grad()
 
     same_as_torch(run, llama, grad_accumulation=2, k=0.4)
+
+
+def test_a_loop_that_begins_to_accumulate_has_its_sums_where_all_have_room() -> None:
+    """So far, those of the GPU's layers had room on the device, beside the planes of the others."""
+    asked = list[tuple[torch.dtype, bool]]()
+
+    def run(model: nn.Module, opt: Any) -> None:
+        if ours := isinstance(opt, hytrain.AdamW):
+            choose = opt._accumulation._choose
+
+            def note(dtype: torch.dtype, beside_planes: bool) -> Any:
+                asked.append((dtype, beside_planes))
+                return choose(dtype, beside_planes)
+
+            opt._accumulation._choose = note
+        for number in range(8):
+            for part in range(1 if number < 5 else 3):
+                with opt.no_sync() if ours and number >= 5 and part < 2 else nullcontext():
+                    square_loss(model, 3 * number + part).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            opt.step()
+            opt.zero_grad()
+
+    same_as_torch(run, functools.partial(perceptron, dtype=torch.float32), k=0.5)
+    assert asked == [(torch.float32, True), (torch.float32, False)]
