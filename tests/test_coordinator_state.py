@@ -362,7 +362,11 @@ def test_what_a_step_has_needed_stays_counted_when_state_has_come(driver: Driver
     placed = 2 * (state + gradients) // numel
     assert [for_steps(step, (0, 1), 310) for step in (3, 4, 5)] == [300] * 3, "a usual batch, beside two layers"
     assert for_steps(6, (0, 1), 330) == 330 - placed, "a longer one"
-    assert for_steps(7, (0, 1), 330, in_step=False) == 330 - placed + 2 * gradients // numel, "which were not there"
+    without = 330 - placed + 2 * gradients // numel
+    assert for_steps(7, (0, 1), 330, in_step=False) == without, "gradients were not there at the peak"
+    for number, in_step in enumerate([True, False] * 3):
+        found = [for_steps(step, (0, 1), 330, in_step=in_step) for step in range(8 + 4 * number, 12 + 4 * number)]
+    assert found[-1] == without, "not more each time"
 
 
 def test_a_layer_that_was_evicted_visits_and_its_memory_is_planned_for_steps(driver: Driver) -> None:

@@ -79,15 +79,16 @@ class Room:
         self._waited_bytes = 0  # gradients that waited for visits in a step that needed no more than `_for_steps_bytes`
 
     def resize(self, sizes: Sizes, places: Places | None = None) -> None:
-        """From now on, layers take this much. What they do not take any more, in these places, steps may need instead.
+        """From now on, layers take this much. What they take less, in these places, steps may need besides.
 
         Gradients that wait for `step()` are not there yet when activations are the most.
         """
         before = 0 if places is None else self._placed_on_gpu_bytes(places)
         self.sizes, self.by_plane = sizes, lru_cache(maxsize=1)(self._by_plane)
         if places is not None:
-            freed = max(0, before - self._placed_on_gpu_bytes(places))
-            self._for_steps_bytes, self._least_bytes = self._for_steps_bytes + freed, self._least_bytes + freed
+            less = before - self._placed_on_gpu_bytes(places)
+            self._for_steps_bytes += max(0, less)  # which steps show to be too much, if it is
+            self._least_bytes = max(0, self._least_bytes + less)
 
     @property
     def is_known(self) -> bool:
