@@ -44,7 +44,7 @@ class Visit:
     """The update of one segment. `weights`, `grads` and each plane of `state`, on the host, have shape (numel,).
 
     So have `home`, where the weights are in host memory, too, if they are, and `direction`, which only the first pass
-    over a matrix that ranks share writes, in place of weights.
+    over a matrix that ranks share writes, in place of weights. Its memory is of the visits' stream.
     """
 
     segment: Segment
@@ -105,7 +105,6 @@ class Visits:
         self._begin_slots()
         marks, returned = [], None
         read_later = [] if verdict is None else [verdict]
-        read_later += [visit.direction for visit in visits if visit.direction is not None]
         if awaited:
             read_later += (visit.grads for visit in visits)
         with transfers.visit(read_later):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from hytrain.kernels.backend import Backend
@@ -116,11 +115,8 @@ class DeviceUpdates:
         if scale is None:
             self.offer(layer)
             return
-        directions = {
-            index: torch.empty_like(gradient, dtype=torch.float32)
-            for index, gradient in gradients.items()
-            if layer.segments[index].spec.is_shared
-        }
+        layer.take_back()
+        directions = {} if self._shared is None else self._shared.directions(layer, gradients)
         kind, span = self._pass(_Update(layer, counts, gradients, directions, scale, verdict))
         self._meter.span(kind, layer.lid, step, span)
         if directions:
@@ -134,13 +130,13 @@ class DeviceUpdates:
             return
         for parts in self._shared.orthogonalize(read_groups()):
             for layer, (counts, of) in parts.items():
+                layer.take_back()
                 _, span = self._pass(_Update(layer, counts, of, {}, scale, verdict))
                 self._transfers.clock.recycle(span)
                 self._visits.make_room()
 
     def _pass(self, made: _Update) -> tuple[str, Span]:
-        """Where the state is may have changed since the update was held, or since the first pass."""
-        made.layer.take_back()
+        """Its layer's state was taken back: where it is may have changed since the update was held."""
         measured = self._visit(made) if made.layer.life.placement.visits else self._update(made)
         made.layer.note_writes(made.gradients.keys() - made.directions.keys())
         self.offer(made.layer)

@@ -13,7 +13,7 @@ nor on placements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
@@ -66,14 +66,27 @@ class SharedMatrices:
         }
         self._waiting: dict[str, Direction] = {}
 
+    def directions(self, layer: TrainedLayer, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Memory for what a layer's first passes make: float32, shape (numel,).
+
+        It is that of the stream on which they run, so the next layer's passes can have it without waiting for anything.
+        """
+        shared = [index for index in gradients if layer.segments[index].spec.is_shared]
+        with self._passes(layer):
+            return {index: torch.empty_like(gradients[index], dtype=torch.float32) for index in shared}
+
     def keep(self, layer: TrainedLayer, counts: tuple[int, ...], directions: Mapping[int, Tensor]) -> None:
-        """Round what a layer's first passes have made. The stream of visits has, if its state visits."""
-        with self._transfers.visit(()) if layer.life.placement.visits else nullcontext():
+        """Round what a layer's first passes have made."""
+        with self._passes(layer):
             rounded = {index: direction.bfloat16() for index, direction in directions.items()}
             ready = self._transfers.so_far()
         self._transfers.clock.recycle(ready.span[:1])
         for index, elements in rounded.items():
             self._waiting[layer.segments[index].owner.name] = Direction(counts, elements, ready)
+
+    def _passes(self, layer: TrainedLayer) -> AbstractContextManager[object]:
+        """The stream of a layer's passes: that of visits, if its state visits."""
+        return self._transfers.visit(()) if layer.life.placement.visits else nullcontext()
 
     def orthogonalize(self, groups: Sequence[Hyper]) -> Iterator[Parts]:
         """This rank's parts of each round's orthogonalized matrices, of which it has a gradient in this step.

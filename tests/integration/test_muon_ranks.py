@@ -513,12 +513,19 @@ def test_matrices_that_are_unfrozen(two_ranks: RankGroup) -> None:
 def on_streams(**options: Any) -> None:
     """Directions are made on another stream than the one that sends them, and their memory is kept for that one."""
     kept: list[tuple[int, Any]] = []
+    of: dict[int, Any] = {}  # streams, by the memory that was made on them
+    empty_like = torch.empty_like
     direction, keep, visit = SharedMatrices._direction, SharedMatrices.keep, Visits.update
     orthogonalize = SharedMatrices.orthogonalize
     with pytest.MonkeyPatch.context() as patch:
         current = over_host_memory(patch)
         first, second = current.streams
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: kept.append((tensor.data_ptr(), stream)))
+
+        def allocated(like: Tensor, **others: Any) -> Tensor:
+            found = empty_like(like, **others)
+            of[found.data_ptr()] = current.stream
+            return found
 
         def made(self: SharedMatrices, *first_passes: Any) -> None:
             current.stream = second
@@ -538,13 +545,14 @@ def on_streams(**options: Any) -> None:
             found = visit(self, visits, **others)
             for each in visits:
                 if each.direction is not None:
-                    assert (each.direction.data_ptr(), self._transfers._visiting) in kept
+                    assert of[each.direction.data_ptr()] is self._transfers._visiting, "or it waits for the host"
             return found
 
         patch.setattr(SharedMatrices, "_direction", sent)
         patch.setattr(SharedMatrices, "keep", made)
         patch.setattr(SharedMatrices, "orthogonalize", ended)
         patch.setattr(Visits, "update", visited)
+        patch.setattr(torch, "empty_like", allocated)
         compare(plain, loop, *({**options, **choice} for choice in (CPU, GPU)))
 
 
