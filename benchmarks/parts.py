@@ -57,10 +57,9 @@ SHAPES: Final = {
     "20b": Shape(5120, 13824, 63, 40, 32000),
     "21b": Shape(6144, 16384, 46, 48, 32000),
     "41b": Shape(8192, 22016, 50, 64, 32000),
-    # 10.4 B parameters, of which a token meets 2.9 B. In 128 GiB, FSDP2 trains 5.3 B, and ZeRO-2 4.1 B
-    "10b-experts": Shape(2560, 8960, 18, 20, 32000, 4, experts=8, chosen=2),
     # 29.7 B parameters, of which a token meets 2.5 B
     "30b-experts": Shape(2048, 768, 48, 32, 32000, 4, experts=128, chosen=8),
+    # in 128 GiB of host memory, FSDP2 trains 5.3 B, and ZeRO-2 4.1 B
     "5b-experts": Shape(2560, 8960, 9, 20, 32000, 4, experts=8, chosen=2),
     "4b-experts": Shape(2560, 8960, 7, 20, 32000, 4, experts=8, chosen=2),
     "tiny-experts": Shape(64, 128, 3, 4, 256, 2, experts=8, chosen=2),
@@ -78,6 +77,7 @@ UNAWARE: Final = "hytrain-unaware:auto"
 MUON: Final = "hytrain-muon:auto"
 #: On several ranks: FSDP2 with everything on the GPUs, what the others are compared with.
 RESIDENT: Final = "fsdp2:no-offload"
+RESIDENT_MUON: Final = "fsdp2-muon:no-offload"
 #: What each of many GPUs may take of its memory.
 LARGE_GIB: Final = 80.0
 SCHEDULES: Final = ("gpipe", "1f1b")
@@ -475,7 +475,7 @@ def saving(template: Job) -> list[Job]:
 
 def experts(template: Job) -> list[Job]:
     """Two of eight experts see a token: few FLOPs stand against many states. Labelled, as `plain` has other shapes."""
-    base, jobs = _shaped(template, "10b-experts"), list[Job]()
+    base, jobs = _shaped(template, "5b-experts"), list[Job]()
     for system in ("no-offload", AUTO, f"{AUTO},visit=auto", "deepspeed-zero2", "fsdp2"):
         found = plain(base, system)
         slower = 1.3 if system.startswith("hytrain") else 2.5  # by their CPU's update of three times as many states
@@ -563,7 +563,7 @@ def long(template: Job) -> list[Job]:
 
 
 def largest(template: Job) -> list[Job]:
-    """20.3 B parameters, for a GPU of 141 GB and 128 GiB of host memory: the loss of step 4, and that of step 20."""
+    """20.3 B parameters on a GPU of 141 GB: before the first plan that knows the machine, and after it."""
     base = _shaped(template, "20b")
     ends = [
         Segment(batch=1, label="step 4", settle=0, measure=4),
@@ -613,7 +613,7 @@ def ranks_clipping(template: Job) -> list[Job]:
 def ranks_muon(template: Job) -> list[Job]:
     """Muon for the matrices of the blocks, which the ranks share, beside torch's Muon on FSDP2's shards."""
     base = _shaped(template, "3b")
-    return [_on_ranks(base, system, step_s=1.5) for system in ("fsdp2-muon:no-offload", MUON, "hytrain-muon:0")]
+    return [_on_ranks(base, system, step_s=1.5) for system in (RESIDENT_MUON, MUON, "hytrain-muon:1")]
 
 
 def scaling(template: Job) -> list[Job]:

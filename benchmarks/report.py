@@ -527,6 +527,13 @@ def long(rows: Rows) -> str:
     return _capped(rows.of_part("long").by("sequence", "system"))
 
 
+def largest(rows: Rows) -> str:
+    """The largest model on one GPU, with the loss: it has to fall."""
+    model, loss = (last("model", "shape"), last("after", "label")), last("loss", "loss")
+    columns = (*model, *PLACED, col.STEP, *col.MEMORY, median("most host GB", "host_peak_gb", 1), loss)
+    return table(rows.of_part("largest").by("label"), *columns)
+
+
 def _capped(lines: Iterable[Rows]) -> str:
     tokens = ("tokens per step", lambda mine: f"{mine.last('batch')} x {mine.last('sequence')}")
     columns = (*CAPPED, tokens, *PLACED, col.STEP, col.PREDICTED)
@@ -585,14 +592,14 @@ _TABLES: Final = (
 )
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
     make.__name__: make
-    for make in (*_TABLES, compiled, identical, sft, saving, experts, power, monitors, frontier, home, long)
+    for make in (*_TABLES, compiled, identical, sft, saving, experts, power, monitors, frontier, largest, home, long)
 }
 
 
 def of_run(rows: Rows) -> str:
     """What one call of the suite measured, for the terminal."""
     alone, ranked = rows.on_ranks(False), rows.on_ranks(True)
-    own_parts = (launches, compiled, sft, saving, experts, power, monitors, home, long)
+    own_parts = (launches, compiled, sft, saving, experts, power, monitors, largest, home, long)
     apart = {**{make: (make.__name__,) for make in own_parts}, frontier: FRONTIERS}
     others = Rows(row for row in alone if not any(row["part"] in parts for parts in apart.values()))
     own = ((make, alone.where(part=parts)) for make, parts in apart.items())

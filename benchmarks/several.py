@@ -8,7 +8,7 @@ from typing import Final
 from benchmarks import columns as col
 from benchmarks.columns import MISSING, computed, last, markdown, median, number, share, table
 from benchmarks.goals import HEAD, Goal, Judge, judged, known
-from benchmarks.parts import ALWAYS_CLIPPED, AUTO, CLIP, LIMITS, NEVER_CLIPPED, RESIDENT
+from benchmarks.parts import ALWAYS_CLIPPED, AUTO, CLIP, LIMITS, MUON, NEVER_CLIPPED, RESIDENT, RESIDENT_MUON
 from benchmarks.rows import Rows, ratio
 
 #: Limits for the gradients' norm. With any of them, what does not overlap takes the same time.
@@ -50,6 +50,13 @@ def faster_than(system: str, bar: float) -> Judge:
     return judge
 
 
+def with_muon(rows: Rows) -> tuple[str, bool]:
+    """As `vs_resident`, beside torch's Muon on FSDP2's shards."""
+    here = rows.of_part("ranks_muon")
+    time, memory = (known(here.ratio(MUON, RESIDENT_MUON, field=field)) for field in ("step_s", "gpu_peak_gb"))
+    return f"{time:.3f} at {share(memory)}, {_gpus(here)}", time <= 1.05
+
+
 def scales(rows: Rows) -> tuple[str, bool]:
     """The worst of the numbers of GPUs."""
     here = together(rows, "scaling").where(clip=0.0)
@@ -80,6 +87,7 @@ GOALS: Final = (
     Goal("faster than FSDP2 CPU offload", "≥ 1.8 ×", faster_than("fsdp2:cpu-offload", 1.8), each_host=True),
     Goal("faster than DeepSpeed ZeRO-2 offload", "≥ 2.7 ×", faster_than("deepspeed-zero2", 2.7), each_host=True),
     Goal("faster than DeepSpeed ZeRO-3 offload", "≥ 3.7 ×", faster_than("deepspeed-zero3", 3.7), each_host=True),
+    Goal("Muon: step / FSDP2 with torch's Muon and no offload", "≤ 1.05", with_muon, each_host=True),
     Goal("efficiency on several GPUs / FSDP2's own", "≥ 0.95", scales, each_host=True),
 )
 # fmt: on
@@ -192,6 +200,11 @@ def pipeline(rows: Rows) -> str:
     return against(newest_first(rows.where(part="pipeline").by_host()), "no-offload")
 
 
+def muon(rows: Rows) -> str:
+    """On each host, Muon beside torch's on FSDP2's shards."""
+    return against(newest_first(rows.where(part="ranks_muon").by_host()), RESIDENT_MUON)
+
+
 def eight(rows: Rows) -> str:
     """On each host, what is for eight GPUs, on as many as it has."""
     return against(newest_first(rows.where(part=("eight", "large", "routed")).by_host()), RESIDENT)
@@ -202,6 +215,7 @@ MEASURED: Final = {
     "ranks-scaling": scaling,
     "ranks-gpt2": gpt2,
     "ranks-pipeline": pipeline,
+    "ranks-muon": muon,
     "ranks-eight": eight,
 }
 TABLES: Final = {"ranks-goals": goals, **MEASURED}

@@ -9,9 +9,15 @@ from benchmarks.parts import Job, Segment
 from benchmarks.rows import Rows
 
 STEP_S = {"no-offload": 0.6, "forward-backward": 0.5, "torchao-fp32": 1.3, "deepspeed-zero2": 1.9, "fsdp2": 2.1}
-STEP_S |= {"fsdp2:no-offload": 0.5, "deepspeed-zero3": 2.5}
+STEP_S |= {"fsdp2:no-offload": 0.5, "fsdp2-muon:no-offload": 0.5, "deepspeed-zero3": 2.5}
 GPU_GB = {"no-offload": 60.0, "forward-backward": 15.0, "torchao-fp32": 29.0, "deepspeed-zero2": 12.0, "fsdp2": 5.0}
-GPU_GB |= {"no-offload-muon": 45.0, "fsdp2:no-offload": 40.0, "bnb-8bit": 22.0, "torch-bf16": 29.0}
+GPU_GB |= {
+    "no-offload-muon": 45.0,
+    "fsdp2-muon:no-offload": 40.0,
+    "fsdp2:no-offload": 40.0,
+    "bnb-8bit": 22.0,
+    "torch-bf16": 29.0,
+}
 
 
 def made_up(*wanted: str, host: str = "host-a", at: str = "2026-01-01T00:00:00+00:00") -> Rows:

@@ -151,6 +151,13 @@ def below_a_cap(cap_gib: float) -> str:
     return f"{gpu:.1f} GB of {cap_gib:.0f} GiB, one GPU | {host:.1f} of 134 GB | {step_s:.2f} | 8 × 1024 |"
 
 
+def largest() -> str:
+    """The same of the largest one."""
+    here = ROWS.where(part="largest", label="step 20")
+    gpu, host, step_s = (known(here.median(field)) for field in ("gpu_peak_gb", "host_gb", "step_s"))
+    return f"| 20.3 B | {gpu:.1f} GB of 141 GB, one GPU | {host:.1f} of 269 GB | {step_s:.2f} | 1 × 1024 |"
+
+
 def on_two_gpus(name: str, system: str, part: str, clip: float = 0.0) -> str:
     """A row of the table of two GPUs, all of one host."""
     here = ROWS.where(host="a2fd5a9a5de2", part=part, system=system, clip=clip, ranks=2)
@@ -356,6 +363,7 @@ QUOTED: Final[dict[str, list[Callable[[], str]]]] = {
         lambda: f"| 9.8 B, activations in host memory | {below_a_cap(8.0)}",
         lambda: f"| 9.8 B | {below_a_cap(12.0)}",
         lambda: f"| 9.8 B | {below_a_cap(32.0)}",
+        largest,
         muon_base,
         lambda: muon('HyTrain, `k="auto"`', MUON),
         lambda: muon("HyTrain, `k=1`", "hytrain-muon:1"),
