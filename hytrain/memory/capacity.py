@@ -283,11 +283,8 @@ def _beyond_gpu(layouts: list[ArenaLayout], gpu_bytes: int, awaits_verdict: bool
     """The layers that are left to the host if the GPU takes all that it has room for, as the first plan would."""
     left = []
     for layout in layouts:
-        size = sum(
-            nbytes
-            for plane, nbytes in layout.plane_nbytes.items()
-            if plane != sizes.WEIGHTS and sizes.is_on_gpu(plane, GPU, waits=awaits_verdict)
-        )
+        there = sizes.on_gpu(layout.plane_nbytes, GPU, waits=awaits_verdict)
+        size = sum(there.values()) - there[sizes.WEIGHTS]
         if size <= gpu_bytes:
             gpu_bytes -= size
         else:

@@ -19,7 +19,7 @@ from hytrain.step.common import Common
 from hytrain.step.handover import Handover
 from protocol.messages import Plan, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
 from protocol.placement import GPU, Placement, Places
-from protocol.sizes import is_on_gpu
+from protocol.sizes import on_gpu
 
 _log = logging.getLogger(__name__)
 #: What the host has is asked for once in so many steps: it takes half a millisecond.
@@ -128,12 +128,10 @@ class Boundary:
         if self._is_compared:
             return
         self._is_compared = True
-        more = sum(
-            nbytes
-            for layer in self._layers
-            for plane, nbytes in layer.layout.plane_nbytes.items()
-            if is_on_gpu(plane, GPU, waits=True) and not is_on_gpu(plane, layer.placement)
-        )
+        more = 0
+        for layer in self._layers:
+            planes = layer.layout.plane_nbytes
+            more += sum(on_gpu(planes, GPU, waits=True).values()) - sum(on_gpu(planes, layer.placement).values())
         if more <= room.free:
             _log.info(
                 "this model fits on the GPU without HyTrain: all of it and its optimizer's state take %s of %s. "

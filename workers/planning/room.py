@@ -23,7 +23,7 @@ from hytrain.planner.profile import LayerFacts, Limits
 from protocol import messages as m
 from protocol.handles import PLANES, layout
 from protocol.placement import CPU, GPU, VISIT, Placement, Places
-from protocol.sizes import GRADS, WEIGHTS, Sizes
+from protocol.sizes import WEIGHTS, Sizes
 
 #: The peak of a step with new placements is that of the second step, if they came in the middle of the first.
 WHOLE_STEPS: Final = 2
@@ -52,6 +52,7 @@ def facts(layer: m.Layer, table: m.LayerTable, sizes: Sizes) -> LayerFacts:
         gpu_state_bytes=owned - weights_bytes,
         host_bytes=of_cpu,
         grads_bytes=of_cpu - of_visit,
+        waiting_bytes=sizes.gradients(layer.lid),
         held_bytes=held - weights_bytes,
         spare_bytes=of_cpu - layout(layer).nbytes,
         weights_bytes=weights_bytes if block >= 0 else 0,
@@ -81,7 +82,7 @@ class Room:
         self._offloadable = frozenset(lid for block in table.blocks for lid in block)
         self.limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
         self._process_bytes = 0 if table.device == "cpu" else PROCESS_BYTES
-        self._waiting_bytes = WAITING_LAYERS * max(sizes.host(layer.lid, CPU)[GRADS] for layer in table.layers)
+        self._waiting_bytes = WAITING_LAYERS * max(sizes.gradients(layer.lid) for layer in table.layers)
         self._activation_bytes = 0  # in host memory
         self._host_limit: int | None = None  # for planes and activations, once it was commanded
         # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
