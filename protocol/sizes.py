@@ -5,6 +5,8 @@ grads                        if the CPU updates                      if they wai
 weights                      if state rests there                    if weights rest there
 remainder, moments           if state rests there                    if state rests there
 a second bank, plane'        as the first                            never
+
+On the GPU, gradients have the dtype of their weights. They get another one, if `grads` has one, on their way out.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Final
 
 from protocol.handles import layout
 from protocol.messages import Layer
-from protocol.placement import Placement
+from protocol.placement import GPU, Placement
 
 WEIGHTS: Final = "weights"
 GRADS: Final = "grads"
@@ -31,6 +33,12 @@ def is_on_gpu(plane: str, placement: Placement, *, waits: bool = False) -> bool:
     if plane == GRADS:
         return waits and placement.updates == "gpu"
     return (placement.weights if plane == WEIGHTS else placement.state) == "gpu"
+
+
+def on_gpu(planes: Mapping[str, int], placement: Placement, *, waits: bool = False) -> Mapping[str, int]:
+    """The bytes of a layer there, whose `planes` have so many in host memory."""
+    there = {**planes, GRADS: planes[WEIGHTS]}
+    return {plane: nbytes for plane, nbytes in there.items() if is_on_gpu(plane, placement, waits=waits)}
 
 
 class Sizes:
@@ -55,5 +63,8 @@ class Sizes:
 
     def _on_gpu(self, lid: int, placement: Placement) -> Mapping[str, int]:
         """What it takes there in this placement, but for gradients that are on their way."""
-        planes = self._planes[lid].items()
-        return {plane: nbytes for plane, nbytes in planes if is_on_gpu(plane, placement, waits=self.waits)}
+        return on_gpu(self._planes[lid], placement, waits=self.waits)
+
+    def gradients(self, lid: int) -> int:
+        """What its gradients take on the GPU while they wait there."""
+        return on_gpu(self._planes[lid], GPU, waits=True)[GRADS]

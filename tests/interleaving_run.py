@@ -53,6 +53,7 @@ from hytrain.algorithms import ADAMW
 from hytrain.build import build_layers
 from hytrain.errors import UsageError
 from hytrain.memory import visits
+from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.lending import Lending
 from hytrain.model.layers import ModelLayer, Piece
 from hytrain.model.offloaded import _offloaded
@@ -148,7 +149,7 @@ class Run:
         parts |= {"host": Device(self.world, self.streams), "options": options}
         parts |= {
             "read_groups": lambda: (HYPER,),
-            "memory": SimpleNamespace(room=lambda: None, begin_anew=lambda: None, serving=None),
+            "memory": GpuMemory(torch.device("cpu")),
             "host_free": lambda: None,
             "blocks": self.blocks,
         }

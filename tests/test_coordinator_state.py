@@ -402,6 +402,51 @@ def test_a_layer_that_was_evicted_visits_and_its_memory_is_planned_for_steps(dri
         driver.handle(told)
 
 
+def test_memory_that_state_has_not_found_is_not_planned_with(driver: Driver) -> None:
+    """A third layer has found none. The trainer is asked again once more seems to be there, by a layer's state."""
+    driver.start(policy="deadline", device="cuda", gpu_bytes=1 << 40)
+    state = 10 * SEGMENT.numel
+    usable = 100 * state
+
+    def step(number: int) -> m.Plan | None:
+        owned = driver.owned
+        driver.handle(cpu_report(number, 10.0, lids=sorted(set(ALL) - {*owned})))
+        needed = (20 + len(owned)) * state
+        sent = driver.sent(report(number, owned, gpu_usable_bytes=usable, gpu_needed_bytes=needed))
+        return sent[0][1] if sent else None
+
+    def asked(steps: range) -> tuple[int, m.Plan]:
+        return next((number, plan) for number in steps if (plan := step(number)) is not None)
+
+    number, plan = asked(range(30))
+    assert plan.places.gpu == {*ALL}
+    driver.hold(plan, (0, 1))
+    assert [step(number) for number in range(number + 1, number + 30)] == [None] * 29
+    usable -= 30 * state
+    assert [step(number) for number in range(number + 30, number + 60)] == [None] * 30
+    usable += state - 1
+    assert [step(number) for number in range(number + 60, number + 90)] == [None] * 30
+    usable += 1
+    number, plan = asked(range(number + 90, number + 99))
+    assert plan.places.gpu == {*ALL}
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+def test_what_a_plan_lacks_since_an_eviction_tells_nothing_of_memory(driver: Driver, evicts: bool) -> None:
+    """The trainer leaves out what a plan from before it would bring to the GPU."""
+    driver.start(policy="fixed", k=0.5, device="cuda", gpu_bytes=1 << 40)
+    driver.ask("k", "1.0")
+    plan = driver.next_plan(WARM_UP_STEPS)
+    assert plan is not None and plan.k == 1.0
+    driver.sent(ack(plan.plan_id), OPTIMIZER)
+    driver.sent(ack(plan.plan_id))
+    if evicts:
+        driver.handle(m.Evicted(lid=1, step=plan.step, nbytes=1, evict_s=0.5, reason="a batch of 9 tokens"))
+    driver.sent(replace(applied(plan), places=Places.of([GPU, VISIT if evicts else GPU, CPU, CPU])))
+    limit = driver.planning.room.limits.gpu_state_bytes
+    assert limit is not None and (limit == 1 << 40) is evicts
+
+
 def test_copies_that_wait_for_visits_do_not_tell_how_fast_the_link_is(driver: Driver) -> None:
     driver.start()
     visits = REPORT.places.moved({0}, VISIT)

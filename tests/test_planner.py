@@ -117,7 +117,7 @@ def test_a_visit_takes_the_link_in_both_directions_while_other_copies_pass() -> 
 @pytest.mark.usefixtures("alone")
 def test_visits_that_would_make_others_wait_are_put_off() -> None:
     """Forward, which needs the first layer first, would otherwise wait for all of them."""
-    four = Profile(layers=tuple(replace(each, grads_bytes=200) for each in uniform(4).layers), visit=1.0)
+    four = Profile(layers=tuple(replace(each, waiting_bytes=200) for each in uniform(4).layers), visit=1.0)
     four = replace(four, layers=tuple(replace(each, visit_s=3.0, forward_s=3.0) for each in four.layers))
     first, second, third, fourth = (LAST - position for position in range(4))
     timelines = [simulate(replace(four, hold_bytes=nbytes), NONE) for nbytes in (399, 800)]
@@ -131,7 +131,7 @@ def test_visits_that_would_make_others_wait_are_put_off() -> None:
 def test_offloaded_weights_that_are_put_off_stay_until_forward() -> None:
     """They take no room in the window meanwhile, and none is put off where they have no other."""
     many = offloadable(uniform(10, h2d_s=0.5))
-    layers = tuple(replace(each, visit_s=3.0, grads_bytes=200, forward_s=3.0) for each in many.layers)
+    layers = tuple(replace(each, visit_s=3.0, waiting_bytes=200, forward_s=3.0) for each in many.layers)
     many = replace(many, layers=layers, offload=1.0, visit=1.0)
     for nbytes, put_off, fetched in ((800, [], [3, 4, 5, 6, 7, 8, 9]), (2400, [6, 8], [5, 7, 9])):
         events = simulate(replace(many, hold_bytes=nbytes), NONE).events
@@ -145,7 +145,7 @@ def test_offloaded_weights_that_are_put_off_stay_until_forward() -> None:
 def test_blocks_that_wait_for_visits_widen_the_window_of_offloaded_weights() -> None:
     """By half of what may wait."""
     many = offloadable(uniform(8, h2d_s=0.1))
-    layers = tuple(replace(each, visit_s=2.5, grads_bytes=1) for each in many.layers)
+    layers = tuple(replace(each, visit_s=2.5, waiting_bytes=1) for each in many.layers)
     many = replace(many, layers=layers, offload=1.0, visit=1.0)
     waited = [simulate(replace(many, hold_bytes=nbytes), NONE).fetch_s for nbytes in (399, 400, 1600, 2000)]
     assert waited[0] > waited[1] > waited[2] == waited[3], "four blocks at most"
@@ -189,7 +189,7 @@ def test_offloaded_weights_come_through_a_window() -> None:
 @pytest.mark.usefixtures("alone")
 def test_backward_waits_for_visits_whose_gradients_take_all_the_memory_that_they_may() -> None:
     """Of one layer here, besides the last one's."""
-    grads = [replace(each, grads_bytes=200) for each in uniform(3, d2h_s=1.0, h2d_s=1.0).layers]
+    grads = [replace(each, waiting_bytes=200) for each in uniform(3, d2h_s=1.0, h2d_s=1.0).layers]
     three = Profile(layers=tuple(grads), visit=1.0)
     first, second, third = (LAST - position for position in range(3))
     timeline = simulate(replace(three, hold_bytes=200), NONE)

@@ -36,7 +36,8 @@ def test_an_arena_is_what_a_layer_of_the_cpus_takes(drawn: list[m.Segment], bank
     assert sum(sizes.host(0, CPU).values()) == layout(layer, banks).nbytes
     assert sizes.host(0, CPU_OFFLOADED) == sizes.host(0, CPU) and not sizes.host(0, GPU)
     assert {**sizes.host(0, VISIT), GRADS: sizes.host(0, CPU)[GRADS]} == sizes.host(0, CPU)
-    held = alone.plane_nbytes[GRADS] if awaits else 0
+    held = alone.plane_nbytes[WEIGHTS] if awaits else 0
+    assert sizes.gradients(0) == alone.plane_nbytes[WEIGHTS], "they get another dtype on their way to the host"
     assert sum(sizes.gpu(0, GPU).values()) == alone.nbytes - alone.plane_nbytes[GRADS] + held
     assert sum(sizes.gpu(0, VISIT_OFFLOADED).values()) == held
 

@@ -55,7 +55,8 @@ class GpuMemory:
     """What the GPU still has for optimizer state, as far as torch's allocator may take it.
 
     What is lent counts as used until it is taken back, and then not as something that steps have needed. `limit`, in
-    bytes, caps what is planned with; a step that needs more gets it.
+    bytes, caps what is planned with; a step that needs more gets it. `arrivals` counts what optimizers have begun or
+    ended to bring, and `arriving` has those whose state is on its way: only `memory/arrivals.py` uses them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +66,8 @@ class GpuMemory:
         self._asked = 0
         self._usable = 0
         self._is_expandable: bool | None = None  # not known before the first allocation
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        self.arrivals, self.arriving = 0, set[object]()
         self._lent = self._needed = 0  # and the peak of what was not lent, until torch's was last reset
 
     def limit_to(self, nbytes: int | None) -> None:
@@ -98,7 +100,7 @@ class GpuMemory:
         So a plan that is on its way, and knows nothing of it, still has room to bring as much state to the GPU. To tell
         later what steps need, torch's peak of allocated memory begins anew, here and in `take_back`.
         """
-        with self._lock:
+        with self.lock:
             room = self.room()
             if room is None or 2 * nbytes > room.free:
                 return None
@@ -112,7 +114,7 @@ class GpuMemory:
 
     def take_back(self, nbytes: int) -> None:
         """What was lent has been freed: give it to the driver, or torch would take small parts of it for others."""
-        with self._lock:
+        with self.lock:
             self._settle()
             self._lent -= nbytes
         if self._device.type == "cuda":
@@ -164,13 +166,13 @@ class GpuMemory:
 
     def begin_anew(self) -> None:
         """What was needed so far, before the first step or before an eviction, says nothing about the next steps."""
-        with self._lock:
+        with self.lock:
             self._settle()
             self._needed = 0
 
     def forget(self) -> None:
         """The same, where torch's peak has begun anew already."""
-        with self._lock:
+        with self.lock:
             self._needed = 0
 
     def for_state_bytes(self) -> int | None:
@@ -283,11 +285,8 @@ def _beyond_gpu(layouts: list[ArenaLayout], gpu_bytes: int, awaits_verdict: bool
     """The layers that are left to the host if the GPU takes all that it has room for, as the first plan would."""
     left = []
     for layout in layouts:
-        size = sum(
-            nbytes
-            for plane, nbytes in layout.plane_nbytes.items()
-            if plane != sizes.WEIGHTS and sizes.is_on_gpu(plane, GPU, waits=awaits_verdict)
-        )
+        there = sizes.on_gpu(layout.plane_nbytes, GPU, waits=awaits_verdict)
+        size = sum(there.values()) - there[sizes.WEIGHTS]
         if size <= gpu_bytes:
             gpu_bytes -= size
         else:

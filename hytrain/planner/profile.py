@@ -34,6 +34,7 @@ class LayerFacts:
     gpu_state_bytes: int  # on the GPU if it owns the layer, without weights
     host_bytes: int  # all planes of the layer in host memory if the CPU owns it
     grads_bytes: int = 0  # of `host_bytes`: gradients, which take none if the layer visits the GPU
+    waiting_bytes: int = 0  # on the GPU: its gradients, while they wait there
     held_bytes: int = 0  # of `gpu_state_bytes`: gradients that await a verdict, which do not move with the layer
     spare_bytes: int = 0  # of `host_bytes`: the second bank of planes, which does not move either
     weights_bytes: int = 0  # on the GPU, unless they are offloaded; 0 if they cannot be, and are always there

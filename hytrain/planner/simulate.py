@@ -308,14 +308,14 @@ class _Visits:
         begins_s = max(self._free_s, now)
         self._free_s = self.ends_s[layer.lid] = begins_s + self.longer * layer.visit_s
         self.events.append(("visit", layer.lid, begins_s, self._free_s))
-        self._waiting.append((self._free_s, layer.grads_bytes))
-        self._waiting_bytes += layer.grads_bytes
+        self._waiting.append((self._free_s, layer.waiting_bytes))
+        self._waiting_bytes += layer.waiting_bytes
         return self._free_s
 
     def puts_off(self, layer: LayerProfile, weights_bytes: int) -> bool:
         """Whether the layer's gradients may wait until backward is over, and so may its block if that is offloaded."""
         stays_bytes = 0 if layer.block in self.staying else weights_bytes
-        nbytes = self._put_off_bytes + layer.grads_bytes + stays_bytes
+        nbytes = self._put_off_bytes + layer.waiting_bytes + stays_bytes
         if self._hold_bytes is not None and nbytes > most_put_off_bytes(self._hold_bytes):
             return False
         self._put_off_bytes = nbytes

@@ -296,6 +296,11 @@ class Accumulation:
         total = self._sum_of(parameter)
         return total is not None and total.sums is self._planes and self._planes.is_in_place(parameter)
 
+    def is_on_host(self, parameter: TrainedParameter) -> bool:
+        """Whether `p.grad` is a sum that comes from host memory when it is taken."""
+        total = self._sum_of(parameter)
+        return total is not None and not total.sums.on_device
+
     def factor(self, parameters: Iterable[TrainedParameter]) -> Tensor | None:
         """By which the CPU multiplies all gradients of this step, if the loop has multiplied them all by one number.
 

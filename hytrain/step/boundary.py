@@ -17,9 +17,9 @@ from hytrain.run.ownership import PlanBook
 from hytrain.statistics import Statistics
 from hytrain.step.common import Common
 from hytrain.step.handover import Handover
-from protocol.messages import Plan, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
+from protocol.messages import Plan, PlanAck, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
 from protocol.placement import GPU, Placement, Places
-from protocol.sizes import is_on_gpu
+from protocol.sizes import on_gpu
 
 _log = logging.getLogger(__name__)
 #: What the host has is asked for once in so many steps: it takes half a millisecond.
@@ -79,6 +79,7 @@ class Boundary:
         has_drawn = self._meter.draws
         times = self._meter.end_step(step, number)  # first: it also sets the meter's numbers below
         now_s, places, room = time.monotonic(), self._places(), self._gpu_room()
+        self._handover.arrivals.end_step()
         to_device_bytes, to_host_bytes = self._traffic.take()
         self.statistics = Statistics(
             step=number,
@@ -128,12 +129,10 @@ class Boundary:
         if self._is_compared:
             return
         self._is_compared = True
-        more = sum(
-            nbytes
-            for layer in self._layers
-            for plane, nbytes in layer.layout.plane_nbytes.items()
-            if is_on_gpu(plane, GPU, waits=True) and not is_on_gpu(plane, layer.placement)
-        )
+        more = 0
+        for layer in self._layers:
+            planes = layer.layout.plane_nbytes
+            more += sum(on_gpu(planes, GPU, waits=True).values()) - sum(on_gpu(planes, layer.placement).values())
         if more <= room.free:
             _log.info(
                 "this model fits on the GPU without HyTrain: all of it and its optimizer's state take %s of %s. "
@@ -175,8 +174,18 @@ class Boundary:
         self._applied(plan, step=0, moved=0, handover_s=time.monotonic() - began_s)
 
     def on_plan(self, plan: Plan) -> None:
-        """Acknowledge a proposed plan. Called on the link's thread."""
-        self._link.post("coordinator", self._plans.on_plan(plan))
+        """Acknowledge a proposed plan, unless it takes GPU memory that others may have taken. On the link's thread."""
+        if self._brings(plan) and not self._handover.arrivals.claim():
+            why = "another optimizer brings state to the GPU"
+            self._link.post("coordinator", PlanAck(plan_id=plan.plan_id, accepted=False, reason=why))
+        else:
+            self._link.post("coordinator", self._plans.on_plan(plan))
+
+    def _brings(self, plan: Plan) -> bool:
+        """Whether state or weights of a layer are to come to the GPU."""
+        moves = zip(self._layers, self._planned, plan.places, strict=False)
+        planes = [(layer.layout.plane_nbytes, before, now) for layer, before, now in moves if before is not now]
+        return any(on_gpu(each, now).keys() - on_gpu(each, before).keys() for each, before, now in planes)
 
     def on_reassign(self, reassign: Reassign) -> None:
         """Both processes have acknowledged the plan: prepare it. Called on the link's thread."""

@@ -121,19 +121,19 @@ class CheckedTrip(RoundTrip):
         super().__init__(common, device)
         self._check, self._copies = check, list[_Copies]()
 
-    def send(self, layer: TrainedLayer, stream: Stream) -> None:
+    def send(self, layer: TrainedLayer, stream: Stream) -> Transfer | None:
         if not self._check.left:
-            super().send(layer, stream)
-            return
+            return super().send(layer, stream)
         arrays, returned = self._arrays(layer), layer.returned
         gradients = {index: gradient.to("cpu", copy=True) for index, gradient in layer.filled.items()}
         if self._verdicts.factor is not None and layer.life.placement.updates == "cpu":
             factor = self._verdicts.factor.cpu()
             gradients = {index: gradient.mul_(factor) for index, gradient in gradients.items()}
-        super().send(layer, stream)
+        leaving = super().send(layer, stream)
         self._copies.append(_Copies(layer, arrays, gradients, layer.sent, returned))
         if sum(copies.nbytes for copies in self._copies) > HELD_BYTES and not self._verdicts.comes:
             self._compare([copies for copies in self._copies if copies.ends_by_itself])
+        return leaving
 
     def end_step(self) -> None:
         super().end_step()

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hytrain.errors import UsageError
 from hytrain.kernels.backend import Backend
-from hytrain.model.trained import gradients, with_gradients
+from hytrain.memory.transfer import Transfer
+from hytrain.model.trained import TrainedParameter, gradients, with_gradients
 from hytrain.model.watched import unwatched
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
@@ -88,55 +89,71 @@ class Commit:
         self._link.post("optimizer", begin)
 
     def complete(self, *, keep: bool) -> None:
-        """All gradients of the step have come: also send the layers that lack some of theirs (I5)."""
-        self._fill_others(keep=keep)
-        for layer in () if keep else self._layers:
-            if 0 < len(layer.filled) < len(layer.segments):
-                self._meter.backward(layer.lid)
-        if self._overlap:
-            self._flush()
-            if not (self._is_stage and self._verdicts.awaited):
-                self._judge()
+        """All gradients of the step have come: also send the layers that lack some of theirs (I5).
 
-    def _fill_others(self, *, keep: bool) -> None:
-        """Take the gradients that are in `p.grad`: no last backward has reached them. With `keep`, they stay there."""
-        step, stream = self._health.life.step, self._transfers.stream()
-        clips = self._verdicts.takes_norms  # torch would leave clipped gradients there
-        keeps = self._trip.await_update if keep and not clips else None
+        Layer by layer: for sums in host memory, the device needs no more room than for those that are under way.
+        """
+        others = self._others()
+        leaving: Transfer | None = None  # the layer before
+        for layer in self._layers:
+            is_fetched = any([self._fill(parameter, keep=keep) for parameter in others.get(layer.lid, ())])
+            if not layer.filled:
+                continue
+            if not keep and len(layer.filled) < len(layer.segments):
+                self._meter.backward(layer.lid)
+            if self._overlap:
+                before, leaving = leaving, self._trip.send(layer, self._transfers.stream())
+                if is_fetched and before is not None:
+                    before.synchronize()
+        if self._overlap and not (self._is_stage and self._verdicts.awaited):
+            self._judge()
+
+    def _others(self) -> dict[int, list[TrainedParameter]]:
+        """Parameters whose gradients are in `p.grad`, since no last backward has reached them: by their first layer."""
+        others = dict[int, list[TrainedParameter]]()
         for parameter in with_gradients(self._parameters):
-            if parameter.step == step:
+            if parameter.step == self._health.life.step:
                 self._health.refuse(
                     f"the gradient of {parameter.name} was set in backward by a hook that ran after HyTrain's, when "
                     'its update had begun: pass updates="step"'
                 )
-            self._trip.await_update(parameter)  # perhaps nothing has read it since
-            if keep and self._accumulation.is_in_place(parameter):
-                parameter.fill_in_place(step)
-                continue
-            total = self._accumulation.take(parameter, keep=keeps)
-            is_own = total is None  # the loop's, which may write it from now on
-            if is_own:
-                if step:  # or else they may have come before there was a session
-                    self._accumulation.timing.saw("sets gradients")
-                total = None if keep else self._kept.copy_of(parameter)
-            if total is None:
-                total = parameter.gradient(parameter.parameter)
-                total = total.clone() if keep else total
-            parameter.fill(total, step, stream)
-            if not keep or (keeps is None and not is_own):
-                parameter.parameter.grad = parameter.consume()
+            lid = parameter.places[0][0].lid if parameter.places else 0  # one without elements is in none
+            others.setdefault(lid, []).append(parameter)
+        return others
 
-    def _flush(self) -> None:
-        """Send off all layers that have gradients. Without overlap, finish each layer before the next."""
-        layers, stream = [layer for layer in self._layers if layer.filled], self._transfers.stream()
-        if not self._overlap:
-            for layer in layers if self._verdicts.takes_norms else ():
-                self._verdicts.add(layer)
-            self._judge()
+    def _fill(self, parameter: TrainedParameter, *, keep: bool) -> bool:
+        """Take the gradient that is in `p.grad`. With `keep`, it stays there. Returns whether the host had it."""
+        step, stream = self._health.life.step, self._transfers.stream()
+        clips = self._verdicts.takes_norms  # torch would leave clipped gradients there
+        keeps = self._trip.await_update if keep and not clips else None
+        self._trip.await_update(parameter)  # perhaps nothing has read it since
+        if keep and self._accumulation.is_in_place(parameter):
+            parameter.fill_in_place(step)
+            return False
+        is_on_host = self._accumulation.is_on_host(parameter)
+        total = self._accumulation.take(parameter, keep=keeps)
+        is_own = total is None  # the loop's, which may write it from now on
+        if is_own:
+            if step:  # or else they may have come before there was a session
+                self._accumulation.timing.saw("sets gradients")
+            total = None if keep else self._kept.copy_of(parameter)
+        if total is None:
+            total = parameter.gradient(parameter.parameter)
+            total = total.clone() if keep else total
+        parameter.fill(total, step, stream)
+        if not keep or (keeps is None and not is_own):
+            parameter.parameter.grad = parameter.consume()
+        return is_on_host
+
+    def _update_all(self) -> None:
+        """Without overlap, all updates are made here: those of each layer before the next one's."""
+        layers = [layer for layer in self._layers if layer.filled]
+        for layer in layers if self._verdicts.takes_norms else ():
+            self._verdicts.add(layer)
+        self._judge()
         for layer in layers:
-            self._trip.send(layer, stream)
-            if not self._overlap:
-                self._trip.wait_for(layer, on_host=True)
+            self._trip.send(layer, self._transfers.stream())
+            self._trip.wait_for(layer, on_host=True)
 
     def _judge(self) -> None:
         """All gradients of the step have come: decide by their norm if updates await that, and make those held back."""
@@ -192,8 +209,9 @@ class Commit:
         if self._read_groups() != self._device.groups:
             self._health.refuse(_TOO_LATE)
         with self._health.undivided("the update of layers"):
-            self._flush()
-            if self._overlap and self._is_stage:
+            if not self._overlap:
+                self._update_all()
+            elif self._is_stage:
                 self._judge()
             self._device.end_step(self._read_groups)
         return True

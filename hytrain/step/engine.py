@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
+from hytrain.memory.arrivals import Arrivals
 from hytrain.memory.capacity import GpuMemory
 from hytrain.memory.lending import Lending, Loan
 from hytrain.memory.planes import ArenaPlanes
@@ -160,7 +161,7 @@ class Engine:
         self.uses = Uses(common, trip, self.reads, self._blocks)
         self.masters = masters = Masters(common, self.reads, self.uses)
         self._offload.heed(masters.import_written, masters.sample_freed)
-        self._handover = Handover(common, trip)
+        self._handover = Handover(common, trip, Arrivals(memory))
         self.evictions = Evictions(common, device, self._handover, plans, memory)
         self.reclaiming = Reclaiming(common, device, self._handover, self.evictions, memory.serving)
         self._boundary = Boundary(common, self._handover, plans, gpu_room=memory.room, host_free=host_free)

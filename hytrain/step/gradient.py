@@ -22,6 +22,7 @@ from torch import Tensor
 from hytrain.errors import UsageError
 from hytrain.memory.clock import Stream
 from hytrain.memory.planes import ArenaPlanes
+from hytrain.memory.transfer import Transfer
 from hytrain.model.lifecycle import Event, State
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
 from hytrain.run.link import Draft
@@ -82,8 +83,11 @@ class RoundTrip:
             total = self._kept.copy_of(parameter)
         return parameter.gradient(tensor) if total is None else total
 
-    def send(self, layer: TrainedLayer, stream: Stream) -> None:
-        """Send a full layer's gradients to the optimizer, or to the device's updates. `stream` is the current one."""
+    def send(self, layer: TrainedLayer, stream: Stream) -> Transfer | None:
+        """Send a full layer's gradients to the optimizer, or to the device's updates. `stream` is the current one.
+
+        Returns the copy out of them, if there is one.
+        """
         if layer.streams != {stream}:
             self._transfers.join(layer.streams, layer.filled.values())
         if self._overlap and self._verdicts.takes_norms:
@@ -99,7 +103,7 @@ class RoundTrip:
                 _count_write(layer)
         if layer.life.placement.updates == "gpu":
             self._device.update(layer, gradients, stream)
-            return
+            return None
         if layer.block is not None:
             self._offload.begin_update(layer.block)
         assert isinstance(layer.planes, ArenaPlanes), "the CPU updates in host memory"
@@ -111,6 +115,7 @@ class RoundTrip:
         )
         self._meter.span("d2h_s", layer.lid, step, leaving.span)
         self._link.post("optimizer", Departure(layer, step, counts, norm), after=leaving)
+        return leaving
 
     def end_step(self) -> None:
         """All updates of a step were sent, or made: `check` compares them."""

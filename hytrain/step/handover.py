@@ -23,6 +23,7 @@ from functools import partial
 import torch
 
 from hytrain.errors import CapacityError, ClusterError, HyTrainError
+from hytrain.memory.arrivals import Arrivals
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, state_copies
 from hytrain.memory.transfer import Copy, Transfer
 from hytrain.model.trained import TrainedLayer
@@ -73,10 +74,10 @@ class _Move:
 class Handover:
     """Moves the layers of one model, one plan at a time: `prepare`, `begin`, `finish`."""
 
-    def __init__(self, common: Common, trip: RoundTrip) -> None:
+    def __init__(self, common: Common, trip: RoundTrip, arrivals: Arrivals) -> None:
         self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
         self._health, self._trip, self._visits, self._offload = common.health, trip, common.visits, common.offload
-        self.arenas = Arenas(common)
+        self.arenas, self.arrivals = Arenas(common), arrivals
         self._move: _Move | None = None
         self._departing: list[tuple[ArenaPlanes, Transfer]] = []
         self._thread: threading.Thread | None = None
@@ -190,6 +191,12 @@ class Handover:
                 move.arenas[layer.lid] = arena
         move.leaving = [layer for layer in move.leaving if layer.lid in move.arenas]
         self._prepare_gradients(move)
+        if move.coming:
+            with self.arrivals.coming():
+                self._allocate(move)
+        move.prepared = True
+
+    def _allocate(self, move: _Move) -> None:
         for index, layer in enumerate(move.coming):
             try:
                 move.devices[layer.lid] = layer.device_planes(fresh=False)
@@ -198,7 +205,6 @@ class Handover:
                 del move.coming[index:]
                 break
             layer.arena.pin("state")
-        move.prepared = True
 
     def _prepare_gradients(self, move: _Move) -> None:
         """Memory for the gradients of layers that will be the CPU's."""

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from budgets import budgeted
 from helpers import adamw, differing, same_as_torch, state, weights
 from small_models import language_loss, llama, perceptron, square_loss
 from torch import Tensor, nn
 
 import hytrain
 from hytrain.errors import UsageError
+from hytrain.memory.clock import Stream
+from hytrain.memory.transfer import Transfer
+from hytrain.model.trained import TrainedLayer
 from hytrain.step.gradient import Departure
 
 STEPS, MICRO = 12, 3
@@ -124,6 +130,34 @@ def test_zero_grad_drops_what_was_summed(place: str) -> None:
         opt.step()
 
     same_as_torch(run, grad_accumulation=2, accumulate_on=place, k=0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.1}], ids=["", "clips"])
+def test_sums_in_host_memory_come_back_layer_by_layer(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where groups name parameters in another order. No more than two layers' gradients are on their way out."""
+    model, happened = perceptron(depth=8), list[str]()
+    groups = [{"params": [p for p in model.parameters() if p.dim() == dim]} for dim in (2, 1)]
+    with (
+        budgeted() as budget,
+        adamw(model, groups, k=0.0, updates="step", grad_accumulation=2, accumulate_on="host", **options) as opt,
+    ):
+        layers, send = opt._session.layers, opt._engine._trip.send
+
+        def told(layer: TrainedLayer, stream: Stream) -> Transfer:
+            happened.append(f"{layer.lid} leaves")
+            copy = send(layer, stream)
+            assert copy is not None
+            return replace(copy, done=Mock(synchronize=lambda: happened.append(f"{layer.lid} has left")))
+
+        monkeypatch.setattr(opt._engine._trip, "send", told)
+        for index in range(2):
+            square_loss(model, index).backward()
+        budget.begin()
+        before = budget.used
+        opt.step()
+        assert budget.peak - before < 2 * max(sum(weights.nbytes for weights in layer.weights) for layer in layers)
+    later = [what for lid in range(1, 8) for what in (f"{lid} leaves", f"{lid - 1} has left")]
+    assert happened == ["0 leaves", *later]
 
 
 class Sometimes(nn.Module):

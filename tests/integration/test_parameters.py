@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -18,7 +19,7 @@ import pytest
 import sharded_models
 import test_fsdp2
 import torch
-from helpers import LR, adamw, differing, same, saved_and_loaded, seed, state, train, weights
+from helpers import LR, adamw, differing, same, saved_and_loaded, seed, state, train, train_until, weights
 from ranks import RankGroup
 from small_models import in_parts, perceptron, square_loss, vectors
 from torch import Tensor, nn
@@ -27,10 +28,12 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import hytrain
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
+from hytrain.memory.capacity import GpuMemory
 from hytrain.model.hooks import BeforeForward
 from hytrain.optim import Optimizer
 from hytrain.session import Session
 from hytrain.step.engine import Engine
+from protocol.messages import PlanAck
 
 STEPS = 3
 
@@ -489,6 +492,39 @@ def test_generator_and_discriminator() -> None:
         return losses
 
     compared(duel, of_each, model_of=pair)
+
+
+def test_one_brings_no_state_to_the_gpu_while_another_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its plan is refused, since both may have been made with the same memory; but not for ever."""
+    monkeypatch.setattr(GpuMemory, "is_bounded", True)
+    allocates, may_end, answers = threading.Event(), threading.Event(), list[PlanAck]()
+    with adamw(perceptron(), policy="random") as one, adamw(perceptron(), policy="random") as other:
+        handover, link = one._engine._handover, other._session._link
+        allocate, post = handover._allocate, link.post
+
+        def held(move: Any) -> None:
+            allocates.set()
+            assert may_end.wait(60.0)
+            allocate(move)
+
+        def listen(to: str, message: Any, **conditions: Any) -> None:
+            answers.extend([message] if isinstance(message, PlanAck) else [])
+            post(to, message, **conditions)
+
+        monkeypatch.setattr(handover, "_allocate", held)
+        monkeypatch.setattr(link, "post", listen)
+        places = [other.statistics().gpu_layers]
+
+        def brings() -> bool:
+            places.append(other.statistics().gpu_layers)
+            return not {*places[-2]} >= {*places[-1]}
+
+        train_until(allocates.is_set, one._model, one, 0, square_loss)
+        train_until(lambda: any(not ack.accepted for ack in answers) or brings(), other._model, other, 0, square_loss)
+        assert any("another optimizer" in ack.reason for ack in answers)
+        may_end.set()
+        handover.wait()
+        train_until(brings, other._model, other, 100, square_loss)
 
 
 def test_the_one_that_steps_is_meant() -> None:

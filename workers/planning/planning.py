@@ -68,7 +68,7 @@ class Planning:
         self.plan: m.Plan | None = None  # the newest, whether it is in effect or not
         self._rest: Decision | None = None  # what was planned with it, and has no room before
         self.reason = ""
-        self._evicted = Evictions()
+        self._evicted, self._since_eviction = Evictions(), 0  # and the first plan that knows of the last one
         self._came: str | None = None  # the reason of a plan that has taken effect since the last record
         self.predicted_step_s: float | None = None
         self.moved = 0
@@ -298,6 +298,8 @@ class Planning:
         self.moved += applied.moved
         if self.plan is not None and self.plan.plan_id == applied.plan_id:
             self._came = self.plan.reason
+            if not as_planned and applied.plan_id >= self._since_eviction:
+                self.room.lacked(self.plan.places, applied.places)
         if applied.moved:
             self.measured.moved(applied.step)
         waited = f"the loop waited {applied.handover_s * 1e3:.1f} ms"
@@ -321,6 +323,7 @@ class Planning:
     def on_evicted(self, evicted: m.Evicted) -> list[Command]:
         """The trainer has moved a layer alone. What was to move beside it may have no room."""
         self._ledger.on_evicted(evicted.lid)
+        self._since_eviction = self._ledger.next_id
         self._shares, self._rest, self._planned_at = _shares(self._facts, self.places), None, None
         self._last.changed(evicted.step)
         self.measured.moved(evicted.step)

@@ -2,6 +2,7 @@
 
     TrainerReport ─ heed ─▶ what steps need besides what is placed ─▶ limits ─▶ planner
     now, then ─ is_enough_for ─▶ whether both fit at once
+    wanted, found ─ lacked ─▶ limits, where the GPU has not had the memory that was said to be there
 
 The peak of all steps is reported. If it has grown, it is this step's. If not, it may be of a time when more was placed
 on the GPU than now; or of state on its way there, which is counted by now, once whole steps have passed. What a step
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
+from math import inf
 from operator import or_
 from typing import Final
 
@@ -21,7 +23,7 @@ from hytrain.planner.profile import LayerFacts, Limits
 from protocol import messages as m
 from protocol.handles import PLANES, layout
 from protocol.placement import CPU, GPU, VISIT, Placement, Places
-from protocol.sizes import GRADS, WEIGHTS, Sizes
+from protocol.sizes import WEIGHTS, Sizes
 
 #: The peak of a step with new placements is that of the second step, if they came in the middle of the first.
 WHOLE_STEPS: Final = 2
@@ -50,12 +52,25 @@ def facts(layer: m.Layer, table: m.LayerTable, sizes: Sizes) -> LayerFacts:
         gpu_state_bytes=owned - weights_bytes,
         host_bytes=of_cpu,
         grads_bytes=of_cpu - of_visit,
+        waiting_bytes=sizes.gradients(layer.lid),
         held_bytes=held - weights_bytes,
         spare_bytes=of_cpu - layout(layer).nbytes,
         weights_bytes=weights_bytes if block >= 0 else 0,
         block=block,
         must_visit=layer.stays_on_device,
     )
+
+
+@dataclass
+class _Lack:
+    """State has not found all that was to be there for it: no `layer_bytes` beside `found_bytes`.
+
+    `least_bytes`: what seemed to be there for state since then, at least.
+    """
+
+    found_bytes: int
+    layer_bytes: int
+    least_bytes: float = inf
 
 
 class Room:
@@ -67,7 +82,7 @@ class Room:
         self._offloadable = frozenset(lid for block in table.blocks for lid in block)
         self.limits = Limits(gpu_state_bytes=table.gpu_bytes, host_bytes=table.host_bytes)
         self._process_bytes = 0 if table.device == "cpu" else PROCESS_BYTES
-        self._waiting_bytes = WAITING_LAYERS * max(sizes.host(layer.lid, CPU)[GRADS] for layer in table.layers)
+        self._waiting_bytes = WAITING_LAYERS * max(sizes.gradients(layer.lid) for layer in table.layers)
         self._activation_bytes = 0  # in host memory
         self._host_limit: int | None = None  # for planes and activations, once it was commanded
         # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
@@ -85,6 +100,7 @@ class Room:
         """
         before = 0 if places is None else self._placed_on_gpu_bytes(places)
         self.sizes, self.by_plane = sizes, lru_cache(maxsize=1)(self._by_plane)
+        self._lack: _Lack | None = None
         if places is not None:
             less = before - self._placed_on_gpu_bytes(places)
             self._for_steps_bytes += max(0, less)  # which steps show to be too much, if it is
@@ -152,7 +168,29 @@ class Room:
             self._for_steps_bytes, self._waited_bytes = rest, max(before, report.waited_bytes)
         self._needed_bytes, self._placed_bytes = needed_bytes, placed
         room = max(0, usable_bytes - self._for_steps_bytes - self._waiting_bytes)
-        self.limits = replace(self.limits, gpu_state_bytes=room)
+        self._limit_gpu(room, is_settled=self.is_known and not is_moving)
+
+    def lacked(self, wanted: Places, found: Places) -> None:
+        """A plan has found less GPU memory than it wanted: there is not even enough for the first layer that lacks it.
+
+        That holds until more seems to be there than since then, by as much as this layer takes.
+        """
+        now, _ = self.bytes_of(found)
+        beside = (found.moved({lid}, there) for lid, there in enumerate(wanted) if there is not found[lid])
+        more = next((nbytes - now for nbytes, _ in map(self.bytes_of, beside) if nbytes > now), None)
+        if more is not None and self.limits.gpu_state_bytes is not None:
+            self._lack = _Lack(now, more)
+            self._limit_gpu(self.limits.gpu_state_bytes, is_settled=False)
+
+    def _limit_gpu(self, nbytes: int, *, is_settled: bool) -> None:
+        """So much seems to be there for state. `is_settled`: nothing moves, or has just moved."""
+        if self._lack is not None and is_settled:
+            self._lack.least_bytes = min(nbytes, self._lack.least_bytes)
+            if nbytes >= self._lack.least_bytes + self._lack.layer_bytes:
+                self._lack = None
+        if self._lack is not None:
+            nbytes = min(nbytes, self._lack.found_bytes + self._lack.layer_bytes - 1)
+        self.limits = replace(self.limits, gpu_state_bytes=nbytes)
 
     def _heed_host(self, places: Places, free_bytes: int) -> None:
         """What planes may take is what they take now, and what is free besides: others may take memory or free it.

@@ -1,0 +1,38 @@
+"""Optimizers of one process that bring state to one GPU: whose plans know what the others have brought."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hytrain.memory.arrivals import Arrivals
+from hytrain.memory.capacity import GpuMemory
+
+
+@pytest.fixture
+def two() -> tuple[Arrivals, Arrivals]:
+    memory = GpuMemory(torch.device("cuda"))
+    return Arrivals(memory), Arrivals(memory)
+
+
+def test_a_plan_is_taken_after_a_whole_step_with_what_others_have_brought(two: tuple[Arrivals, Arrivals]) -> None:
+    one, other = two
+    assert one.claim() and not other.claim(), "both were made of the same memory"
+    assert one.claim(), "what is its own counts in its plans anyway"
+    with one.coming():
+        for _ in range(9):
+            other.end_step()
+            assert not other.claim()
+    other.end_step()
+    assert not other.claim(), "it came in the middle of this step"
+    other.end_step()
+    assert other.claim() and not one.claim()
+    one.end_step()
+    assert Arrivals(one._memory).claim(), "it begins with what is there"
+
+
+def test_memory_without_a_bound_has_room_for_all() -> None:
+    memory = GpuMemory(torch.device("cpu"))
+    one, other = Arrivals(memory), Arrivals(memory)
+    with one.coming():
+        assert one.claim() and other.claim()
