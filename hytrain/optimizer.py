@@ -148,7 +148,8 @@ class Optimizer(StartedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters of the model, from the next step on. All other parameters continue unchanged.
 
-        It also raises what the constructor raises.
+        An optimizer that was made of parameters also takes those of other modules. It also raises what the constructor
+        raises.
 
         Raises:
             UsageError: Called between backward and `step()`.
@@ -173,7 +174,9 @@ class Optimizer(StartedOptimizer):
                     _add_param_group(self, group)
                     self.algorithm.check(self.param_groups[-1])
             self._note_groups()
-            self._session.rebuild()
+            model = self._with_others()
+            self._session.rebuild(model)
+            self._model = model
         except BaseException:
             if self._engine is before:
                 del self.param_groups[groups:]

@@ -173,10 +173,10 @@ class Session(Site):
         link.start(engine)
         build.fill(engine, plan)
 
-    def rebuild(self) -> None:
-        """Start a new engine with the exact state trained so far. Host memory holds both states for a while."""
-        before, left = self.engine, False
-        check_model(self.model)
+    def rebuild(self, model: nn.Module) -> None:
+        """Start a new engine over it with the exact state trained so far. Host memory holds both states for a while."""
+        before, model_before, left = self.engine, self._model_of, False
+        check_model(model)
         before.import_written()
         before.restore_weights()
         before.expose_state()
@@ -188,6 +188,7 @@ class Session(Site):
             self._leave()
 
         try:
+            self._model_of = weakref.ref(model)
             self._build(leave)
             self.engine.continue_from(before)
             self.engine.expose_state()
@@ -197,6 +198,7 @@ class Session(Site):
                 self.engine.on_failure(UsageError(f"beginning anew was interrupted by {type(error).__name__}: {error}"))
                 self.close()
             else:
+                self._model_of = model_before
                 self.resting.drop(self.parameters)
             raise
 
@@ -208,7 +210,7 @@ class Session(Site):
         present = {id(parameter) for parameter in self.model.parameters()}
         if not all(id(p) in present for group in self.groups.now for p in group["params"]):
             return False  # `torch.func.functional_call` has replaced parameters
-        self.rebuild()
+        self.rebuild(self.model)
         self.engine.before_root()
         return True
 

@@ -24,7 +24,7 @@ from hytrain.checks import Groups, check_masters, check_model, check_same, group
 from hytrain.errors import UsageError
 from hytrain.model import fsdp
 from hytrain.model.consumed import ConsumedGradient
-from hytrain.model.parts import joined
+from hytrain.model.parts import Loose, joined, roots
 from hytrain.model.search import Search
 from hytrain.model.trained import plane_dtypes
 from hytrain.options import Options
@@ -183,7 +183,20 @@ class StartedOptimizer(SavedOptimizer):
 
     def _groups_from(self, param_groups: ParamsT | None) -> list[dict[str, Any]]:
         """The groups that torch's constructor gets, with those of their defaults that not all of them have."""
-        return groups_for_torch(self._model, param_groups)
+        return groups_for_torch(None if self._has_searched else self._model, param_groups)
+
+    @property
+    def _has_searched(self) -> bool:
+        """Whether it was given parameters, and found their model by itself."""
+        return hasattr(self, "_searched")
+
+    def _with_others(self) -> nn.Module:
+        """The model, and parameters in the groups that it does not have."""
+        assert self._model is not None, "it was found"
+        given, ours = [*_parameters(self.param_groups)], {id(parameter) for parameter in self._model.parameters()}
+        if ours.issuperset(map(id, given)):
+            return self._model
+        return joined([root for root in roots(self._model) if not isinstance(root, Loose)], given, in_order=False)
 
     def _note_groups(self) -> None:
         """Remember what the groups are, to notice when the loop changes more than it may."""

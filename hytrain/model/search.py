@@ -4,7 +4,8 @@
                                                                        ─ some ─▶ it is a part, of which the first
                                                                                  step knows all
 
-What is entered without gradients does not train, so it may be entered as it is.
+What is entered without gradients does not train, so it may be entered as it is. Code that is compiled meanwhile is the
+same as without a search, unless it enters modules that nobody has entered before it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from hytrain.uncompiled import Weakly
+from hytrain.uncompiled import constant_when_traced, traced_by_others, uncompiled
 
 #: torch's compiler says so of each hook like this one.
 _CALLED_TWICE: Final = r"Using `torch\.compile\(module\)` when there are global hooks on modules"
@@ -35,13 +36,15 @@ class Search:
         self._wanted, self._found = weakref.WeakMethod(wanted), weakref.WeakMethod(found)
         self._parts: list[nn.Module] = []
         self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._last: Callable[[], nn.Module | None] = lambda: None
         warnings.filterwarnings("ignore", _CALLED_TWICE)
-        self.end = register_module_forward_pre_hook(Weakly(self.enter)).remove
+        self.end = register_module_forward_pre_hook(_Enters(self)).remove
 
     def enter(self, module: nn.Module, args: Any) -> None:
         wanted, found = self._wanted(), self._found()
-        if wanted is None or found is None or not torch.is_grad_enabled() or module in self._inside:
+        if wanted is None or found is None or module in self._inside:
             return
+        self._last = weakref.ref(module)
         lacking = wanted()
         there = lacking.intersection(map(id, module.parameters()))
         if not there:
@@ -56,7 +59,36 @@ class Search:
         self._parts.append(module)
         self._inside.update(module.modules())
 
+    def knows(self, number: int) -> bool:
+        """Whether the module with this id is inside the last one that was entered."""
+        last = self._last()
+        return last is not None and any(id(inner) == number for inner in last.modules())
+
     def parts(self) -> list[nn.Module]:
         """The modules that were entered and have some of the parameters, none of them inside another one."""
         inner = {id(module) for part in self._parts for module in part.modules() if module is not part}
         return [part for part in self._parts if id(part) not in inner]
+
+
+class _Enters:
+    """The hook of a search, to which it refers weakly."""
+
+    def __init__(self, search: Search) -> None:
+        self._search = weakref.ref(search)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not (torch.compiler.is_dynamo_compiling() and self._knows(id(module))):
+            self._enter(module, args)
+
+    @constant_when_traced
+    def _knows(self, number: int) -> bool:
+        return (search := self._search()) is None or search.knows(number)
+
+    @uncompiled
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if (search := self._search()) is not None:
+            search.enter(module, args)
+
+
+# Compiled code that enters a module has this traced. The compiler makes no code of it alone.
+traced_by_others(_Enters.__call__)

@@ -19,6 +19,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
+import hytrain
 from hytrain.errors import UsageError
 from hytrain.model.hooks import AfterForward, BeforeForward
 from hytrain.step.uses import Uses
@@ -184,6 +185,22 @@ def test_nothing_runs_at_modules_or_weights_in_a_compiled_step(monkeypatch: pyte
             compiled(tokens(3)).backward()
             model.head.weight.sum()
         opt.step()
+
+
+def test_no_graph_breaks_while_models_are_looked_for() -> None:
+    """An evaluation comes first, as in nanoGPT. Later one optimizer has found its model, and another has not."""
+    one, other, counter = Language(), Language(), CompileCounterWithBackend("eager")
+    with hytrain.AdamW(one.parameters()) as first, hytrain.AdamW(other.parameters()) as second:
+        graphs: list[Any] = [torch.compile(model, backend=counter, fullgraph=True) for model in (one, other)]
+        with torch.no_grad():
+            graphs[0](tokens(0))
+        assert counter.frame_count == 1
+        for opt, graph in zip((first, second), graphs, strict=True):
+            assert opt._started is None
+            graph(tokens(0)).backward()
+            opt.step()
+            opt.zero_grad()
+    assert counter.frame_count == 3
 
 
 def test_a_compiled_function_that_calls_the_model() -> None:

@@ -251,7 +251,7 @@ def test_saved_and_resumed_at_another_k(form: str, first: str, tmp_path: Path) -
             part()
         assert differing(state(opt), kept) == []
         found = train_scaled(second, opt, range(15, 20))
-        opt._session.rebuild()  # as where parameters are frozen or unfrozen
+        opt._session.rebuild(opt._session.model)  # as where parameters are frozen or unfrozen
         assert found + train_scaled(second, opt, range(20, 30)) == scales
         assert differing(state(opt) | weights(second), expected) == []
 

@@ -190,7 +190,7 @@ def test_what_was_compiled_before_waits_too(again: bool) -> None:
             with torch.no_grad():
                 assert seen.equal(model(vectors(99)))
             if again:
-                opt._session.rebuild()
+                opt._session.rebuild(opt._session.model)
 
 
 @pytest.mark.parametrize("compiles", [False, True])

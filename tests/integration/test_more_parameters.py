@@ -55,7 +55,7 @@ def test_beginning_anew_changes_no_bit(dtype: torch.dtype) -> None:
         with adamw(model, k=0.4, max_grad_norm=0.5, on_nonfinite="skip") as opt:
             train(model, opt, range(6))
             if again:
-                opt._session.rebuild()
+                opt._session.rebuild(opt._session.model)
             results.append(state(opt) | weights(model))
             train(model, opt, range(6, 12))
             results.append(state(opt) | weights(model))
@@ -204,7 +204,7 @@ def test_what_was_written_while_it_was_frozen_is_the_master() -> None:
     with adamw(model, k=0.5) as opt:
         train(model, opt, range(3), square_loss)
         model[0].requires_grad_(False)
-        opt._session.rebuild()
+        opt._session.rebuild(opt._session.model)
         with torch.no_grad():
             model[0][0].weight.mul_(0.5)
         model[0].requires_grad_(True)

@@ -371,6 +371,28 @@ def test_a_model_of_parts(run: Callable[[Any, Any], object], make: Make, updates
     compared(run, make, updates=updates)
 
 
+def head_alone(kind: Any, model: Any) -> Any:
+    model.requires_grad_(False)[2].requires_grad_(True)
+    return kind(model[2].parameters(), LR)
+
+
+@pytest.mark.parametrize("loss_of", [square_loss, in_parts])
+def test_groups_of_modules_that_were_no_part_of_the_model(loss_of: Callable[[Any, int], Tensor]) -> None:
+    """A head is trained at first, and what is below it is added, once and again. Where it fails, nothing changes."""
+
+    def run(model: Any, opt: Any) -> object:
+        seen = [train(model, opt, range(STEPS), loss_of)]
+        for index in (1, 0):
+            below = model[index].requires_grad_(True)
+            with pytest.raises(ValueError):
+                opt.add_param_group({"params": [*below.parameters(), *model[2].parameters()]})
+            opt.add_param_group({"params": below.parameters(), "lr": LR / 2})
+            seen.append(train(model, opt, range(STEPS), loss_of))
+        return seen, state(opt)
+
+    compared(run, head_alone)
+
+
 def test_updates_of_parts_begin_in_backward_if_the_loop_does_nothing_there(caplog: pytest.LogCaptureFixture) -> None:
     """The first step's gradients were there before the session."""
     model = perceptron()

@@ -204,7 +204,7 @@ def test_masters_are_left_out_with_a_sentence_or_begun_anew(
     with adamw(model, k=0.5, master_dtype=saved) as opt:
         train(model, opt, range(3))
         first.requires_grad_(False)
-        opt._session.rebuild()
+        opt._session.rebuild(opt._session.model)
         train(model, opt, range(3, 5))
         load, before, kept = keep(opt, form, tmp_path), weights(model), saved_and_loaded(model.state_dict())
     with adamw(model, k=0.5, master_dtype=own) as opt:
