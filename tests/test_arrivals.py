@@ -17,22 +17,32 @@ def two() -> tuple[Arrivals, Arrivals]:
 
 def test_a_plan_is_taken_after_a_whole_step_with_what_others_have_brought(two: tuple[Arrivals, Arrivals]) -> None:
     one, other = two
-    assert one.claim() and not other.claim(), "both were made of the same memory"
-    assert one.claim(), "what is its own counts in its plans anyway"
-    with one.coming():
-        for _ in range(9):
-            other.end_step()
-            assert not other.claim()
+    assert one.claim() and one.claim(), "what is its own counts in its plans anyway"
+    for _ in range(9):
+        assert not other.claim(), "both were made of the same memory, which may not be taken yet"
+        other.end_step()
+    one.came()
     other.end_step()
     assert not other.claim(), "it came in the middle of this step"
     other.end_step()
     assert other.claim() and not one.claim()
+    other.came()
     one.end_step()
-    assert Arrivals(one._memory).claim(), "it begins with what is there"
+    one.end_step()
+    assert one.claim()
+
+
+def test_nobody_waits_for_what_does_not_come() -> None:
+    memory = GpuMemory(torch.device("cuda"))
+    one, other = Arrivals(memory), Arrivals(memory)
+    assert one.claim()
+    one.lapsed()
+    assert other.claim() and not one.claim()
+    del other
+    assert one.claim() and not Arrivals(memory).claim(), "the other one is gone"
 
 
 def test_memory_without_a_bound_has_room_for_all() -> None:
     memory = GpuMemory(torch.device("cpu"))
     one, other = Arrivals(memory), Arrivals(memory)
-    with one.coming():
-        assert one.claim() and other.claim()
+    assert one.claim() and other.claim()

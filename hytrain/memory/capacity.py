@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Final, NamedTuple
@@ -55,8 +56,8 @@ class GpuMemory:
     """What the GPU still has for optimizer state, as far as torch's allocator may take it.
 
     What is lent counts as used until it is taken back, and then not as something that steps have needed. `limit`, in
-    bytes, caps what is planned with; a step that needs more gets it. `arrivals` counts what optimizers have begun or
-    ended to bring, and `arriving` has those whose state is on its way: only `memory/arrivals.py` uses them.
+    bytes, caps what is planned with; a step that needs more gets it. `arrivals` counts what optimizers have brought,
+    `arriving` has those that bring more now: only `memory/arrivals.py` uses them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -67,7 +68,7 @@ class GpuMemory:
         self._usable = 0
         self._is_expandable: bool | None = None  # not known before the first allocation
         self.lock = threading.Lock()
-        self.arrivals, self.arriving = 0, set[object]()
+        self.arrivals, self.arriving = 0, weakref.WeakSet[object]()
         self._lent = self._needed = 0  # and the peak of what was not lent, until torch's was last reset
 
     def limit_to(self, nbytes: int | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from hytrain.memory.capacity import Room
@@ -17,7 +18,7 @@ from hytrain.run.ownership import PlanBook
 from hytrain.statistics import Statistics
 from hytrain.step.common import Common
 from hytrain.step.handover import Handover
-from protocol.messages import Plan, PlanAck, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
+from protocol.messages import Plan, PlanApplied, Reassign, Traced, TraceSteps, TrainerReport
 from protocol.placement import GPU, Placement, Places
 from protocol.sizes import on_gpu
 
@@ -175,11 +176,12 @@ class Boundary:
 
     def on_plan(self, plan: Plan) -> None:
         """Acknowledge a proposed plan, unless it takes GPU memory that others may have taken. On the link's thread."""
-        if self._brings(plan) and not self._handover.arrivals.claim():
-            why = "another optimizer brings state to the GPU"
-            self._link.post("coordinator", PlanAck(plan_id=plan.plan_id, accepted=False, reason=why))
-        else:
-            self._link.post("coordinator", self._plans.on_plan(plan))
+        ack, arrivals = self._plans.on_plan(plan), self._handover.arrivals
+        if ack.accepted:
+            arrivals.lapsed()  # what the plan before would have brought
+            if self._brings(plan) and not arrivals.claim():
+                ack = replace(ack, accepted=False, reason="another optimizer brings state to the GPU")
+        self._link.post("coordinator", ack)
 
     def _brings(self, plan: Plan) -> bool:
         """Whether state or weights of a layer are to come to the GPU."""

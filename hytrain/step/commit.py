@@ -94,7 +94,7 @@ class Commit:
         Layer by layer: for sums in host memory, the device needs no more room than for those that are under way.
         """
         others = self._others()
-        leaving: Transfer | None = None  # the layer before
+        leaving: Transfer | None = None  # the last layer that left for the host
         for layer in self._layers:
             is_fetched = any([self._fill(parameter, keep=keep) for parameter in others.get(layer.lid, ())])
             if not layer.filled:
@@ -102,9 +102,10 @@ class Commit:
             if not keep and len(layer.filled) < len(layer.segments):
                 self._meter.backward(layer.lid)
             if self._overlap:
-                before, leaving = leaving, self._trip.send(layer, self._transfers.stream())
-                if is_fetched and before is not None:
-                    before.synchronize()
+                if (sent := self._trip.send(layer, self._transfers.stream())) is not None:
+                    if is_fetched and leaving is not None:
+                        leaving.synchronize()
+                    leaving = sent
         if self._overlap and not (self._is_stage and self._verdicts.awaited):
             self._judge()
 

@@ -116,12 +116,13 @@ class DeviceUpdates:
             self.offer(layer)
             return
         layer.take_back()
-        directions = {} if self._shared is None else self._shared.directions(layer, gradients)
+        visits = layer.life.placement.visits  # until it is offered
+        directions = {} if self._shared is None else self._shared.directions(layer, gradients, visits=visits)
         kind, span = self._pass(_Update(layer, counts, gradients, directions, scale, verdict))
         self._meter.span(kind, layer.lid, step, span)
         if directions:
             assert self._shared is not None, "who shares matrices was agreed on"
-            self._shared.keep(layer, counts, directions)
+            self._shared.keep(layer, counts, directions, visits=visits)
 
     def end_step(self, read_groups: Callable[[], tuple[Hyper, ...]]) -> None:
         """`step()` was called: make the last pass over what ranks share. Ranks without gradients take part, too."""

@@ -106,12 +106,14 @@ class Handover:
                 arena.pin("state", gently=False)
                 self._visits.prepare()
             self._place(layer, plan, step=0, after=copied)
+        self.arrivals.came()
 
     def prepare(self, plan: Plan) -> None:
         """Allocate the memory that the plan needs, on a thread. The last plan's handovers must have finished."""
         move = _Move(plan)
         with self._lock:
             if self.is_parked or (self._move is not None and self._move.plan is plan):
+                self.arrivals.lapsed()
                 return  # `resume` comes back to it, or just did
             for layer in self._layers:
                 before, now = layer.life.placement, plan.places[layer.lid].resident
@@ -124,6 +126,7 @@ class Handover:
             layer.take_back()
         with self._lock:
             if self._move is not move:  # somebody has parked meanwhile
+                self.arrivals.lapsed()
                 return
             if self.is_parked:
                 self._move = None
@@ -191,12 +194,6 @@ class Handover:
                 move.arenas[layer.lid] = arena
         move.leaving = [layer for layer in move.leaving if layer.lid in move.arenas]
         self._prepare_gradients(move)
-        if move.coming:
-            with self.arrivals.coming():
-                self._allocate(move)
-        move.prepared = True
-
-    def _allocate(self, move: _Move) -> None:
         for index, layer in enumerate(move.coming):
             try:
                 move.devices[layer.lid] = layer.device_planes(fresh=False)
@@ -205,6 +202,8 @@ class Handover:
                 del move.coming[index:]
                 break
             layer.arena.pin("state")
+        self.arrivals.came()
+        move.prepared = True
 
     def _prepare_gradients(self, move: _Move) -> None:
         """Memory for the gradients of layers that will be the CPU's."""
@@ -312,6 +311,7 @@ class Handover:
             and (layer.block is not None and layer.block.life.planned)
         }
         self._offload.plan(stays | move.plan.places.offloaded)
+        self.arrivals.came()
         with self._lock:
             self._move = None
             self._departing = [(arena, replace(departure, keep=())) for arena, departure in move.copies]
@@ -361,6 +361,7 @@ class Handover:
 
         Returns whether its thread, which pins and copies state, has ended.
         """
+        self.arrivals.lapsed()
         self.wait(CLOSE_TIMEOUT_S)
         if self._thread is not None and self._thread.is_alive():
             _log.error("a handover of layers hangs: its memory is kept")

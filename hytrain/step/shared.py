@@ -66,27 +66,29 @@ class SharedMatrices:
         }
         self._waiting: dict[str, Direction] = {}
 
-    def directions(self, layer: TrainedLayer, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Memory for what a layer's first passes make: float32, shape (numel,).
+    def directions(self, layer: TrainedLayer, gradients: Mapping[int, Tensor], *, visits: bool) -> dict[int, Tensor]:
+        """Memory for what a layer's first passes make: float32, shape (numel,). `visits`: its state visits.
 
         It is that of the stream on which they run, so the next layer's passes can have it without waiting for anything.
         """
         shared = [index for index in gradients if layer.segments[index].spec.is_shared]
-        with self._passes(layer):
+        with self._passes(visits=visits):
             return {index: torch.empty_like(gradients[index], dtype=torch.float32) for index in shared}
 
-    def keep(self, layer: TrainedLayer, counts: tuple[int, ...], directions: Mapping[int, Tensor]) -> None:
+    def keep(
+        self, layer: TrainedLayer, counts: tuple[int, ...], directions: Mapping[int, Tensor], *, visits: bool
+    ) -> None:
         """Round what a layer's first passes have made."""
-        with self._passes(layer):
+        with self._passes(visits=visits):
             rounded = {index: direction.bfloat16() for index, direction in directions.items()}
             ready = self._transfers.so_far()
         self._transfers.clock.recycle(ready.span[:1])
         for index, elements in rounded.items():
             self._waiting[layer.segments[index].owner.name] = Direction(counts, elements, ready)
 
-    def _passes(self, layer: TrainedLayer) -> AbstractContextManager[object]:
-        """The stream of a layer's passes: that of visits, if its state visits."""
-        return self._transfers.visit(()) if layer.life.placement.visits else nullcontext()
+    def _passes(self, *, visits: bool) -> AbstractContextManager[object]:
+        """The stream of a layer's passes."""
+        return self._transfers.visit(()) if visits else nullcontext()
 
     def orthogonalize(self, groups: Sequence[Hyper]) -> Iterator[Parts]:
         """This rank's parts of each round's orthogonalized matrices, of which it has a gradient in this step.

@@ -527,9 +527,9 @@ def on_streams(**options: Any) -> None:
             of[found.data_ptr()] = current.stream
             return found
 
-        def made(self: SharedMatrices, *first_passes: Any) -> None:
+        def made(self: SharedMatrices, *first_passes: Any, visits: bool) -> None:
             current.stream = second
-            keep(self, *first_passes)
+            keep(self, *first_passes, visits=visits)
 
         def sent(self: SharedMatrices, matrix: SharedMatrix, waiting: Mapping[str, Direction]) -> Tensor:
             own = waiting[matrix.name]

@@ -519,21 +519,21 @@ def test_generator_and_discriminator() -> None:
 def test_one_brings_no_state_to_the_gpu_while_another_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its plan is refused, since both may have been made with the same memory; but not for ever."""
     monkeypatch.setattr(GpuMemory, "is_bounded", True)
-    allocates, may_end, answers = threading.Event(), threading.Event(), list[PlanAck]()
+    prepares, may_end, answers = threading.Event(), threading.Event(), list[PlanAck]()
     with adamw(perceptron(), policy="random") as one, adamw(perceptron(), policy="random") as other:
         handover, link = one._engine._handover, other._session._link
-        allocate, post = handover._allocate, link.post
+        prepare, post = handover._prepare, link.post
 
         def held(move: Any) -> None:
-            allocates.set()
+            prepares.set()
             assert may_end.wait(60.0)
-            allocate(move)
+            prepare(move)
 
         def listen(to: str, message: Any, **conditions: Any) -> None:
             answers.extend([message] if isinstance(message, PlanAck) else [])
             post(to, message, **conditions)
 
-        monkeypatch.setattr(handover, "_allocate", held)
+        monkeypatch.setattr(handover, "_prepare", held)
         monkeypatch.setattr(link, "post", listen)
         places = [other.statistics().gpu_layers]
 
@@ -541,7 +541,7 @@ def test_one_brings_no_state_to_the_gpu_while_another_does(monkeypatch: pytest.M
             places.append(other.statistics().gpu_layers)
             return not {*places[-2]} >= {*places[-1]}
 
-        train_until(allocates.is_set, one._model, one, 0, square_loss)
+        train_until(prepares.is_set, one._model, one, 0, square_loss)
         train_until(lambda: any(not ack.accepted for ack in answers) or brings(), other._model, other, 0, square_loss)
         assert any("another optimizer" in ack.reason for ack in answers)
         may_end.set()
