@@ -37,8 +37,9 @@ setup: $(FOR_TESTS)
 , := ,
 # Of what is installed, a fifth is imported. Python compiles that once, and keeps it.
 unexport PYTHONDONTWRITEBYTECODE
+# Type checkers do not follow the finder that setuptools installs by default, but a path.
 define INSTALL
-$(IN_VENV) -m pip install --no-compile -c .venv/constraints.txt -e '.[$(1)]'
+$(IN_VENV) -m pip install --no-compile -c .venv/constraints.txt --config-settings editable_mode=compat -e '.[$(1)]'
 @touch $@
 endef
 

@@ -13,7 +13,7 @@ Each has the arguments and defaults of torch's class of the same name. `optimize
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from torch import nn
 from torch.optim.optimizer import ParamsT
@@ -200,7 +200,7 @@ class Muon(Optimizer):
         ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
         *,
         param_groups: ParamsT | None = None,
         adamw: Mapping[str, Any] | None = None,

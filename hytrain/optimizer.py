@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from hytrain.checks import check_model
 from hytrain.errors import ConfigError, UsageError
 from hytrain.memory.lending import Loan
 from hytrain.memory.transfer import Transfer
@@ -173,8 +174,9 @@ class Optimizer(StartedOptimizer):
                 for group in named:
                     _add_param_group(self, group)
                     self.algorithm.check(self.param_groups[-1])
+                model = self._with_others()
+                check_model(model)
             self._note_groups()
-            model = self._with_others()
             self._session.rebuild(model)
             self._model = model
         except BaseException:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import ParamsT
 
 from hytrain.algorithms import Algorithm
 from hytrain.checks import Groups, check_masters, check_model, check_same, groups_for_torch
-from hytrain.errors import UsageError
+from hytrain.errors import UnsupportedError, UsageError
 from hytrain.model import fsdp
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.parts import Loose, joined, roots
@@ -35,7 +35,7 @@ from hytrain.state.saver import Saver
 from hytrain.state.saving import SavedOptimizer
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.timing import Timing
-from hytrain.tensors import untraced
+from hytrain.tensors import is_distributed, untraced
 from hytrain.trackers import check_trackers
 
 _NOT_YET: Final = (
@@ -191,11 +191,18 @@ class StartedOptimizer(SavedOptimizer):
         return hasattr(self, "_searched")
 
     def _with_others(self) -> nn.Module:
-        """The model, and parameters in the groups that it does not have."""
+        """The model, and parameters in the groups that it does not have. Raises `UnsupportedError` for FSDP2's."""
         assert self._model is not None, "it was found"
+        fsdp.reshard(self._model)
         given, ours = [*_parameters(self.param_groups)], {id(parameter) for parameter in self._model.parameters()}
-        if ours.issuperset(map(id, given)):
+        others = [parameter for parameter in given if id(parameter) not in ours]
+        if not others:
             return self._model
+        if any(map(is_distributed, others)):
+            raise UnsupportedError(
+                "add_param_group has shards of a module that is no part of the model which HyTrain has found: give it "
+                "the whole model, hytrain.AdamW(model, param_groups=…)"
+            )
         return joined([root for root in roots(self._model) if not isinstance(root, Loose)], given, in_order=False)
 
     def _note_groups(self) -> None:

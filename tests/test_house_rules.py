@@ -308,3 +308,13 @@ def test_a_fault_is_caught_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert faults.examine(made(tests=zero), tmp_path) == (None, "NOT CAUGHT by test_code.py::test_zero")
     assert faults.examine(made(tests=one, old="3 * x"), tmp_path)[1].startswith("DOES NOT APPLY")
     assert (tmp_path / "doubling.py").read_text() == "def double(x):\n    return 2 * x\n"
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
+
+
+def test_nothing_is_installed_from_an_index() -> None:
+    """HyTrain is on none: pages and messages name the folder."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("hytrain/**/*.py"), *ROOT.glob("workers/**/*.py")]
+    assert [str(page) for page in pages if re.search(r"pip install\s+'?hytrain", page.read_text())] == []

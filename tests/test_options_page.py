@@ -7,6 +7,7 @@ import pydoc
 import re
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -112,12 +113,19 @@ def test_a_type_checker_finds_what_is_misspelt(tmp_path: Path) -> None:
         "hytrain.AdamW(model, max_gradnorm=1.0)": "call-arg",
         'hytrain.AdamW(model, updates="steps")': "arg-type",
         'hytrain.AdamW(model, k="half")': "arg-type",
+        'hytrain.Muon(model, adjust_lr_fn="orignal")': "arg-type",
     }
     (file := tmp_path / "script.py").write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", file]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
     codes = {int(line): code for line, code in re.findall(r"script\.py:(\d+): error: .*\[([\w-]+)\]", found)}
     assert codes == {number: code for number, code in enumerate(lines.values(), 1) if code}, found
+
+
+def test_an_editable_install_is_a_path_that_type_checkers_follow() -> None:
+    """They do not follow the finder that setuptools installs otherwise."""
+    installed = [path.name for path in Path(sysconfig.get_path("purelib")).glob("__editable__*hytrain*")]
+    assert installed in ([], [f"__editable__.hytrain-{hytrain.__version__}.pth"])
 
 
 def words(kind: Any) -> Iterator[str]:

@@ -697,6 +697,21 @@ def test_shards(two_ranks: RankGroup) -> None:
     two_ranks.run(of_shards)
 
 
+def of_added_shards() -> None:
+    """No module is known that reads them. Training goes on without them."""
+    below, head = test_fsdp2.plain(), test_fsdp2.plain()
+    with adamw(below.parameters()) as opt:
+        sharded_models.trained(test_fsdp2.loop, below, opt)
+        with pytest.raises(UnsupportedError, match="add_param_group has shards of a module that is no part"):
+            opt.add_param_group({"params": [*head.parameters()]})
+        sharded_models.trained(test_fsdp2.loop, below, opt)
+        assert len(opt.param_groups) == 1
+
+
+def test_shards_that_are_added(two_ranks: RankGroup) -> None:
+    two_ranks.run(of_added_shards)
+
+
 # ---------------------------------------------------------------- what it is until then
 
 

@@ -63,9 +63,9 @@ def facts(layer: m.Layer, table: m.LayerTable, sizes: Sizes) -> LayerFacts:
 
 @dataclass
 class _Lack:
-    """State has not found all that was to be there for it: no `layer_bytes` beside `found_bytes`.
+    """Memory that state has not found: beside `found_bytes` of state, a layer's `layer_bytes` were not there.
 
-    `least_bytes`: what seemed to be there for state since then, at least.
+    `least_bytes` is the least memory for state that reports have told of since then.
     """
 
     found_bytes: int
@@ -171,9 +171,9 @@ class Room:
         self._limit_gpu(room, is_settled=self.is_known and not is_moving)
 
     def lacked(self, wanted: Places, found: Places) -> None:
-        """A plan has found less GPU memory than it wanted: there is not even enough for the first layer that lacks it.
+        """A plan has found less GPU memory than it wanted: not even enough for the first layer that lacks it.
 
-        That holds until more seems to be there than since then, by as much as this layer takes.
+        That holds until reports tell of more memory than they did since then, by as much as this layer takes.
         """
         now, _ = self.bytes_of(found)
         beside = (found.moved({lid}, there) for lid, there in enumerate(wanted) if there is not found[lid])
