@@ -191,6 +191,7 @@ def test_this_machine_is_examined() -> None:
     """From the command line. The CPU is measured as an optimizer process would run."""
     command = [sys.executable, str(ROOT / "bin" / "hytrain-cluster"), "doctor", "--threads", "1"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told.startswith("This machine "), "the verdict comes first"
     assert "optimizer       1 thread on cores" in told and "in billions of parameters per second (native" in told
 
 
