@@ -27,7 +27,7 @@ from workers.coordinate.members import SILENT_S, HandshakeError
 from workers.coordinate.records import LOG_PATIENCE_STEPS
 from workers.coordinate.tracing import Tracing
 from workers.effects import Abort, Amend, Answer, Command, Draw, Note, Publish, Send, Write
-from workers.planning.measured import WARM_UP_STEPS
+from workers.planning.measured import OPEN_STEPS, WARM_UP_STEPS
 from workers.planning.planning import BESIDE_TRAINING, Planning
 from workers.planning.room import MARGIN_TO_OTHERS, Room
 from workers.watch import status_text as view
@@ -429,6 +429,10 @@ def test_memory_that_state_has_not_found_is_not_planned_with(driver: Driver) -> 
     usable += 1
     number, plan = asked(range(number + 90, number + 99))
     assert plan.places.gpu == {*ALL}
+    driver.hold(plan, (0, 1))
+    again, plan = asked(range(number + 1, number + 9999))
+    assert plan.places.gpu == {*ALL}, "it may have been there again before the first report"
+    assert again >= number + OPEN_STEPS**3
 
 
 @pytest.mark.parametrize("evicts", [True, False])

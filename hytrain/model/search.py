@@ -37,7 +37,8 @@ class Search:
         self._parts: list[nn.Module] = []
         self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._last: Callable[[], nn.Module | None] = lambda: None
-        warnings.filterwarnings("ignore", _CALLED_TWICE)
+        if not any(known is not None and known.pattern == _CALLED_TWICE for _, known, *_ in warnings.filters):
+            warnings.filterwarnings("ignore", _CALLED_TWICE)  # only once: Python forgets then what it has warned of
         self.end = register_module_forward_pre_hook(_Enters(self)).remove
 
     def enter(self, module: nn.Module, args: Any) -> None:

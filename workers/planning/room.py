@@ -24,6 +24,7 @@ from protocol import messages as m
 from protocol.handles import PLANES, layout
 from protocol.placement import CPU, GPU, VISIT, Placement, Places
 from protocol.sizes import WEIGHTS, Sizes
+from workers.planning.measured import OPEN_STEPS
 
 #: The peak of a step with new placements is that of the second step, if they came in the middle of the first.
 WHOLE_STEPS: Final = 2
@@ -65,11 +66,13 @@ def facts(layer: m.Layer, table: m.LayerTable, sizes: Sizes) -> LayerFacts:
 class _Lack:
     """Memory that state has not found: beside `found_bytes` of state, a layer's `layer_bytes` were not there.
 
-    `least_bytes` is the least memory for state that reports have told of since then.
+    `least_bytes` is the least memory for state that reports have told of since then. It may have been there again
+    before the first of them, so after `reports` the layer is tried once more.
     """
 
     found_bytes: int
     layer_bytes: int
+    reports: int
     least_bytes: float = inf
 
 
@@ -87,6 +90,7 @@ class Room:
         self._host_limit: int | None = None  # for planes and activations, once it was commanded
         # Of GPU memory: the peak; what of it is not ours to place; and what we have placed, for how many more steps.
         self._needed_bytes = self._for_steps_bytes = 0
+        self._lacks = 0  # so many times state has found too little
         self._least_bytes = 0  # of what is not ours: some step has needed it, so that others may
         self._placed_bytes: int | None = None
         self._same_steps = WHOLE_STEPS
@@ -173,20 +177,23 @@ class Room:
     def lacked(self, wanted: Places, found: Places) -> None:
         """A plan has found less GPU memory than it wanted: not even enough for the first layer that lacks it.
 
-        That holds until reports tell of more memory than they did since then, by as much as this layer takes.
+        That holds until reports tell of more memory than they did since then, by as much as this layer takes, or for
+        some hundred steps, and longer each time.
         """
         now, _ = self.bytes_of(found)
         beside = (found.moved({lid}, there) for lid, there in enumerate(wanted) if there is not found[lid])
         more = next((nbytes - now for nbytes, _ in map(self.bytes_of, beside) if nbytes > now), None)
         if more is not None and self.limits.gpu_state_bytes is not None:
-            self._lack = _Lack(now, more)
+            self._lacks += 1
+            self._lack = _Lack(now, more, OPEN_STEPS ** (1 + self._lacks))
             self._limit_gpu(self.limits.gpu_state_bytes, is_settled=False)
 
     def _limit_gpu(self, nbytes: int, *, is_settled: bool) -> None:
         """So much seems to be there for state. `is_settled`: nothing moves, or has just moved."""
         if self._lack is not None and is_settled:
             self._lack.least_bytes = min(nbytes, self._lack.least_bytes)
-            if nbytes >= self._lack.least_bytes + self._lack.layer_bytes:
+            self._lack.reports -= 1
+            if self._lack.reports == 0 or nbytes >= self._lack.least_bytes + self._lack.layer_bytes:
                 self._lack = None
         if self._lack is not None:
             nbytes = min(nbytes, self._lack.found_bytes + self._lack.layer_bytes - 1)
