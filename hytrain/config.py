@@ -67,9 +67,10 @@ class ClusterConfig(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             name = ".".join(str(part) for part in first["loc"])
-            raise ConfigError(
-                f"cluster setting {name!r}: {first['msg']}; known: {', '.join(cls.model_fields)}"
-            ) from None
+            if first["type"] == "extra_forbidden":
+                raise ConfigError(f"there is no setting {name}: known are {', '.join(cls.model_fields)}") from None
+            why = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+            raise ConfigError(f"{name} is {first['input']!r}: {why}") from None
 
 
 class Cluster(BaseModel):
