@@ -73,9 +73,10 @@ def a_move(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int, int
 
 
 def a_decision(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int, int]:
-    """Steps whose reports come alone, until one is measured: where others take the cores, a step may tell of them only.
+    """Steps whose reports come alone, until one is decided about.
 
-    The coordinator writes a step's record once it has done all that follows.
+    Where others take the cores, a step may tell of them only, or the CPU's times may come after its record: the next
+    step's is decided about then. The coordinator writes a record once it has done all that follows.
     """
 
     def has_written(step: int) -> bool:
@@ -88,10 +89,8 @@ def a_decision(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int,
     wait_for(lambda: has_written(steps))
     began_ns = time.monotonic_ns()
 
-    def is_measured() -> bool:
-        return ("hytrain/planner/book.py", "MeasurementBook.observe_trainer") in followed.read(
-            folder, MIDDLE, since_ns=began_ns
-        )
+    def is_decided() -> bool:
+        return ("hytrain/planner/policies.py", "decide") in followed.read(folder, MIDDLE, since_ns=began_ns)
 
     def take_a_step() -> None:
         train(model, opt, [5], square_loss)
@@ -99,7 +98,7 @@ def a_decision(model: nn.Module, opt: hytrain.AdamW, folder: Path) -> tuple[int,
         opt.log(number, loss=0.0)
         wait_for(lambda: has_written(number))
 
-    wait_for(is_measured, take_a_step)
+    wait_for(is_decided, take_a_step)
     return began_ns, MIDDLE
 
 
