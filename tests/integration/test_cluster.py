@@ -392,7 +392,7 @@ def test_limits_on_memory_arrive(tmp_path: Path) -> None:
         with adamw(perceptron(), gpu_memory_limit=given):
             assert gpu_memory(torch.device("cpu")).limit == limit
     for wrong in ("24", "24 gigs", "-1GiB", "GiB"):
-        with pytest.raises(ConfigError, match='setting .gpu_memory_limit.: .*a size has a unit, as in "24GiB"'):
+        with pytest.raises(ConfigError, match=f"gpu_memory_limit is '{wrong}': a size has a unit"):
             ClusterConfig.resolve(flags={"gpu_memory_limit": wrong}, environment={})
     with pytest.raises(ConfigError, match='a size has a unit, as in "24GiB" or "24GB", not 24'):
         recipes.load(write_recipe(tmp_path), ["cluster.gpu_memory_limit=24"])
