@@ -112,9 +112,11 @@ class Handover:
         """Allocate the memory that the plan needs, on a thread. The last plan's handovers must have finished."""
         move = _Move(plan)
         with self._lock:
-            if self.is_parked or (self._move is not None and self._move.plan is plan):
+            if self.is_parked:
                 self.arrivals.lapsed()
-                return  # `resume` comes back to it, or just did
+                return  # `resume` comes back to it
+            if self._move is not None and self._move.plan is plan:
+                return  # `resume` just did
             for layer in self._layers:
                 before, now = layer.life.placement, plan.places[layer.lid].resident
                 # A plan that was made before an eviction takes GPU memory that was needed for something else.
@@ -125,12 +127,10 @@ class Handover:
         for layer in list(move.leaving):
             layer.take_back()
         with self._lock:
-            if self._move is not move:  # somebody has parked meanwhile
+            if self.is_parked:  # meanwhile
+                self._move = None if self._move is move else self._move
                 self.arrivals.lapsed()
-                return
-            if self.is_parked:
-                self._move = None
-            else:
+            elif self._move is move:
                 self._run(partial(self._prepare, move))
 
     def make_ready(self, layers: list[TrainedLayer]) -> None:

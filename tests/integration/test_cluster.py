@@ -391,6 +391,8 @@ def test_limits_on_memory_arrive(tmp_path: Path) -> None:
     for given, limit in (("24GiB", 24 << 30), (24 << 30, 24 << 30), (None, None)):
         with adamw(perceptron(), gpu_memory_limit=given):
             assert gpu_memory(torch.device("cpu")).limit == limit
+    with pytest.raises(ConfigError, match="there is no setting gpu_memory: known are cores, threads"):
+        ClusterConfig.resolve(file={"gpu_memory": "24GiB"}, environment={})
     for wrong in ("24", "24 gigs", "-1GiB", "GiB"):
         with pytest.raises(ConfigError, match=f"gpu_memory_limit is '{wrong}': a size has a unit"):
             ClusterConfig.resolve(flags={"gpu_memory_limit": wrong}, environment={})

@@ -11,6 +11,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,12 @@ import hytrain
 from hytrain.errors import ConfigError, UnsupportedError, UsageError
 from hytrain.memory.capacity import GpuMemory
 from hytrain.model.hooks import BeforeForward
+from hytrain.model.trained import TrainedLayer
 from hytrain.optim import Optimizer
 from hytrain.session import Session
 from hytrain.step.engine import Engine
 from protocol.messages import PlanAck
+from protocol.placement import CPU
 
 STEPS = 3
 
@@ -547,6 +550,23 @@ def test_one_brings_no_state_to_the_gpu_while_another_does(monkeypatch: pytest.M
         may_end.set()
         handover.wait()
         train_until(brings, other._model, other, 100, square_loss)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_nobody_waits_for_one_that_parks(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that was agreed on brings nothing until it resumes."""
+    monkeypatch.setattr(GpuMemory, "is_bounded", True)
+    with adamw(perceptron(), k=1.0) as opt:
+        train(opt._model, opt, range(1), square_loss)
+        handover, plan = opt._engine._handover, opt._engine._boundary._plans.plan
+        plan = replace(plan, plan_id=plan.plan_id + 1, places=plan.places.moved({0}, CPU))
+        assert handover.arrivals.claim() and opt._session.memory.arriving
+        with monkeypatch.context() as patch:
+            patch.setattr(handover, "is_parked", when == "before")
+            patch.setattr(TrainedLayer, "take_back", lambda layer: setattr(handover, "is_parked", True))
+            handover.prepare(plan)
+        handover.is_parked = False
+        assert not opt._session.memory.arriving and handover._move is None
 
 
 def test_the_one_that_steps_is_meant() -> None:
