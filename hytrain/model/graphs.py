@@ -8,12 +8,14 @@ torch.compile(mode="reduce-overhead")   graphs of compiled code, one for each fo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+#: What each thread that trains has of the compiler's CUDA graphs, by device.
+_OF_GRAPHS: Final = "tree_manager_containers"
 
 
 def replays(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> bool:
@@ -34,11 +36,14 @@ def replays(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> bo
 
 
 def may_write_again(gradient: Tensor) -> bool:
-    """Whether a replay may write a gradient's memory on a GPU while it is still read, as the compiler's graphs do."""
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None or not torch._C._is_key_in_tls("tree_manager_containers"):  # each thread that trains has its own
+    """Whether a replay may write a gradient's memory on a GPU while it is still read, as the compiler's graphs do.
+
+    This is `torch._inductor.cudagraph_trees.get_manager`, which takes a lock: hooks ask for each layer.
+    """
+    if not torch._C._is_key_in_tls(_OF_GRAPHS):
         return False
-    return trees.get_manager(gradient.device.index, create_if_none_exists=False) is not None
+    of_device = torch._C._get_obj_in_tls(_OF_GRAPHS).get(gradient.device.index)
+    return of_device is not None and of_device.tree_manager is not None
 
 
 def is_captured(tensor: Tensor) -> bool:

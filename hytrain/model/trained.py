@@ -247,7 +247,7 @@ class TrainedParameter:
 
 def gradients(parameters: Iterable[TrainedParameter]) -> list[tuple[TrainedParameter, Tensor | None]]:
     """What is in each one's `p.grad`."""
-    return [(known, tensor.grad) for known, tensor in _there(parameters).items()]
+    return [(known, tensor.grad) for known, tensor in _there(parameters)]
 
 
 def with_gradients(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
@@ -258,7 +258,7 @@ def with_gradients(parameters: Iterable[TrainedParameter]) -> list[TrainedParame
 
 def first_consumed(parameters: Iterable[TrainedParameter]) -> TrainedParameter | None:
     """One whose `p.grad` stands for a gradient that an update has consumed."""
-    for known, tensor in _there(parameters).items():
+    for known, tensor in _there(parameters):
         if tensor.grad is known.consumed:
             return known
     return None
@@ -267,8 +267,8 @@ def first_consumed(parameters: Iterable[TrainedParameter]) -> TrainedParameter |
 def changed(parameters: Iterable[TrainedParameter]) -> tuple[list[TrainedParameter], list[TrainedParameter]]:
     """Those with other storage than the one that HyTrain writes, and those that others have `written`."""
     there = _there(parameters)
-    at = addresses([*there.values(), *[known.own for known in there]])
-    moved = [known for known, now, own in zip(there, at, at[len(there) :], strict=False) if now != own]
+    at = addresses([*[tensor for _, tensor in there], *[known.own for known, _ in there]])
+    moved = [known for (known, _), now, own in zip(there, at, at[len(there) :], strict=False) if now != own]
     return moved, _written(there)
 
 
@@ -277,18 +277,17 @@ def written(parameters: Iterable[TrainedParameter]) -> list[TrainedParameter]:
     return _written(_there(parameters))
 
 
-def _written(there: dict[TrainedParameter, Tensor]) -> list[TrainedParameter]:
-    return [
-        known for known, seen in zip(there, versions(there.values()), strict=True) if known.version not in (None, seen)
-    ]
+def _written(there: list[tuple[TrainedParameter, Tensor]]) -> list[TrainedParameter]:
+    counted = versions([tensor for _, tensor in there])
+    return [known for (known, _), seen in zip(there, counted, strict=True) if known.version not in (None, seen)]
 
 
-def _there(parameters: Iterable[TrainedParameter]) -> dict[TrainedParameter, Tensor]:
-    there = dict[TrainedParameter, Tensor]()
+def _there(parameters: Iterable[TrainedParameter]) -> list[tuple[TrainedParameter, Tensor]]:
+    there = []
     for known in parameters:
         if (tensor := known._reference()) is not None:
             _fix_weakref(tensor)
-            there[known] = tensor
+            there.append((known, tensor))
     return there
 
 
@@ -476,11 +475,11 @@ class Gate:
         self.parameters += [segment.owner for segment in layer.segments]
 
     def watch(self) -> None:
-        for known, tensor in _there(self.parameters).items():
+        for known, tensor in _there(self.parameters):
             tensor.__class__ = known._watched
 
     def unwatch(self) -> None:
-        for known, tensor in _there(self.parameters).items():
+        for known, tensor in _there(self.parameters):
             tensor.__class__ = known._plain
 
     def note_entered(self, *, before: int) -> None:

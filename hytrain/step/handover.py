@@ -112,9 +112,6 @@ class Handover:
         """Allocate the memory that the plan needs, on a thread. The last plan's handovers must have finished."""
         move = _Move(plan)
         with self._lock:
-            if self.is_parked:
-                self.arrivals.lapsed()
-                return  # `resume` comes back to it
             if self._move is not None and self._move.plan is plan:
                 return  # `resume` just did
             for layer in self._layers:
@@ -127,7 +124,7 @@ class Handover:
         for layer in list(move.leaving):
             layer.take_back()
         with self._lock:
-            if self.is_parked:  # meanwhile
+            if self.is_parked:  # `resume` comes back to it
                 self._move = None if self._move is move else self._move
                 self.arrivals.lapsed()
             elif self._move is move:
