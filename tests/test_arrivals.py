@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -46,3 +48,18 @@ def test_memory_without_a_bound_has_room_for_all() -> None:
     memory = GpuMemory(torch.device("cpu"))
     one, other = Arrivals(memory), Arrivals(memory)
     assert one.claim() and other.claim()
+
+
+def test_an_optimizer_may_be_collected_while_another_looks_at_the_memory() -> None:
+    memory = GpuMemory(torch.device("cuda"))
+    one, other = Arrivals(memory), Arrivals(memory)
+
+    def collects() -> None:
+        assert memory.lock.acquire(blocking=False), "or closing it, on this thread, would wait for itself"
+        memory.lock.release()
+        one.lapsed()
+
+    assert one.claim()
+    with mock.patch.object(memory, "room", collects):
+        assert memory.lend(1) is None
+    assert other.claim()

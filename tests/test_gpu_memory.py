@@ -124,7 +124,8 @@ def test_a_longer_batch_gets_its_room_before_its_forward(tmp_path: Path) -> None
                 opt._session.memory.limit_to(None)
             for number, length in enumerate((256, 64, 256)):
                 step(model, opt, 20 + number, length)
-            assert bool(opt.statistics().visiting_layers) is is_capped
+            # What has left visits the GPU until a plan gives it to the CPU.
+            assert (len(opt.statistics().gpu_layers) < len(opt._session.layers)) is is_capped
             torch.cuda.set_per_process_memory_fraction(1.0)
             found.append(state_of(model, opt))
     assert_same(found)

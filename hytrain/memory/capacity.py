@@ -67,7 +67,7 @@ class GpuMemory:
         self._asked = 0
         self._usable = 0
         self._is_expandable: bool | None = None  # not known before the first allocation
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # who has it may collect an optimizer that gives its part back
         self.arrivals, self.arriving = 0, weakref.WeakSet[object]()
         self._lent = self._needed = 0  # and the peak of what was not lent, until torch's was last reset
 
