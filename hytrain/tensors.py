@@ -247,16 +247,20 @@ def has_kept_gradient(parameter: Tensor) -> bool:
     return of_gradient > _ALONE[0] or of_base > _ALONE[1]
 
 
-def has_gradient_of_its_own(parameter: Tensor, own: Tensor) -> bool:
-    """Whether a plain gradient is in `p.grad` alone, and the parameter still has `own`'s memory.
+def with_gradients_of_others(parameters: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
+    """Those, by number, whose gradient somebody else may have, too, or that lack the memory of their second tensor.
 
     To be called where parameters are not watched. Hooks ask for each gradient, so this calls nothing of Python's.
     """
-    gradient = parameter.grad
-    if type(gradient) is not Tensor or parameter.data_ptr() != own.data_ptr():
-        return False
-    base = gradient._base
-    return sys.getrefcount(gradient) <= _ALONE[0] and (base is None or sys.getrefcount(base) <= _ALONE[1])
+    found = []
+    for number, (parameter, own) in enumerate(parameters):
+        gradient = parameter.grad
+        if type(gradient) is Tensor and parameter.data_ptr() == own.data_ptr():
+            base = gradient._base
+            if sys.getrefcount(gradient) <= _ALONE[0] and (base is None or sys.getrefcount(base) <= _ALONE[1]):
+                continue
+        found.append(number)
+    return found
 
 
 def allocate(*tensors: Tensor) -> None:

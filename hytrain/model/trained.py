@@ -42,6 +42,7 @@ from hytrain.tensors import (
     shaped,
     version,
     versions,
+    with_gradients_of_others,
 )
 from protocol.handles import EXACT, ArenaLayout, Precision
 from protocol.messages import Layer, Segment
@@ -52,6 +53,10 @@ from protocol.placement import Placement
 _fix_weakref: Final[Callable[[Tensor], None]] = torch._C.TensorBase._fix_weakref  # type: ignore[attr-defined]
 #: The dtypes of state wherever it is not in planes. float8's codes become the numbers that they stand for.
 _OUTSIDE: Final = DTYPES | {"float8": torch.bfloat16}
+
+
+#: A parameter, and the same as a tensor, in whose `p.grad` a gradient has come.
+Come = tuple["TrainedParameter", Tensor]
 
 
 class Held(Protocol):
@@ -243,6 +248,22 @@ class TrainedParameter:
     def _begin_update(self, step: int) -> None:
         self.step, self.awaited = step, False
         self.count += 1
+
+
+def fill(
+    come: list[Come], given: Callable[[TrainedParameter, Tensor], Tensor | None], step: int, stream: Stream
+) -> list[TrainedLayer]:
+    """Give gradients, computed on `stream`, to their layers, and leave placeholders. Returns what is complete now.
+
+    Usually a gradient is what `p.grad` has, and nobody else has that. Otherwise it is what `given` returns for the
+    parameter, and for the same as a tensor, shape (numel,); unless that is None.
+    """
+    full, others = [], with_gradients_of_others([(tensor, known.own) for known, tensor in come])
+    for number, (known, tensor) in enumerate(come):
+        gradient = given(known, tensor) if number in others or known.sum is not None else None
+        full += known.fill(known.gradient(tensor) if gradient is None else gradient, step, stream)
+        tensor.grad = known.consume()
+    return full
 
 
 def gradients(parameters: Iterable[TrainedParameter]) -> list[tuple[TrainedParameter, Tensor | None]]:

@@ -21,7 +21,7 @@ from hytrain.memory.clock import Stream
 from hytrain.memory.transfer import Transfer, turns
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.summed import summed
-from hytrain.model.trained import TrainedLayer, TrainedParameter, first_consumed, with_gradients
+from hytrain.model.trained import Come, TrainedLayer, TrainedParameter, first_consumed, with_gradients
 from hytrain.model.watched import unwatched
 from hytrain.step.autograd import REENTRANT, Running, in_backward, inside_reentrant_checkpoint
 from hytrain.step.boundary import Boundary
@@ -55,14 +55,13 @@ class Backward:
     def on_gradient(self, parameter: TrainedParameter, tensor: Tensor) -> None:
         """The complete gradient of `tensor`, which is the parameter, is in `p.grad`.
 
-        In a step's last backward it waits there until all of its layer have come: one after the other, they take a
-        third of the time that they would take between two of autograd's operators.
+        In a step's last backward it waits there until all of its layer have come. They are taken together.
         """
         life, stream, places = self._health.life, self._transfers.stream(), parameter.places
         waits = life.state is State.COMMITTING and len(places) == 1
         if not waits or life.backward in (parameter.backward, parameter.shared_in):
             with unwatched():
-                self._take(parameter, tensor, stream)
+                self._take([(parameter, tensor)], stream)
             return
         layer, _ = places[0]
         layer.waiting[parameter] = tensor, stream
@@ -70,29 +69,50 @@ class Backward:
             self._take_waiting(layer)
 
     def _take_waiting(self, layer: TrainedLayer) -> None:
-        """Each on the stream that has computed it: what is made of it, or freed, comes after that."""
+        """Those of each stream on that one: what is made of them, or freed, comes after what has computed them."""
         waiting, layer.waiting = layer.waiting, {}
         current = self._transfers.stream()
+        of = dict[Stream, list[Come]]()
+        for parameter, (tensor, stream) in waiting.items():
+            of.setdefault(stream, []).append((parameter, tensor))
         with unwatched():
-            for parameter, (tensor, stream) in waiting.items():
-                if stream is current:
-                    self._take(parameter, tensor, stream)
-                    continue
-                with self._transfers.on(stream):
-                    self._take(parameter, tensor, stream)
+            for stream, come in of.items():
+                if stream is not current:
+                    with self._transfers.on(stream):
+                        self._take(come, stream)
+            if current in of:
+                self._take(of[current], current)
 
-    def _take(self, parameter: TrainedParameter, tensor: Tensor, stream: Stream) -> None:
-        """Take the gradient of `tensor`, which is the parameter, computed on `stream`.
+    def _take(self, come: list[Come], stream: Stream) -> None:
+        """Take gradients that have come together, of at most one layer or of one parameter, computed on `stream`."""
+        health, life = self._health, self._health.life
+        if health.failure is not None:
+            health.check()
+        self.end_dropped()
+        come = [(parameter, tensor) for parameter, tensor in come if self._is_next(parameter, tensor)]
+        try:
+            if life.state is not State.SUMMING:
+                self._trip.take(come, stream)
+            for parameter, _ in come if life.state is State.SUMMING else ():
+                if self._accumulation.timing.may_be_last:
+                    self._measure(dict.fromkeys([layer for layer, _ in parameter.places]), whole=True)
+                self._accumulation.add(parameter)
+        except BaseException:
+            self._running = None  # gradients may be lost
+            raise
+        for parameter, _ in come:
+            if parameter.block is not None:
+                self._offload.had_gradient(parameter.block, life.backward)
+
+    def _is_next(self, parameter: TrainedParameter, tensor: Tensor) -> bool:
+        """Whether the gradient in `tensor`, the parameter, is to be taken now. The first one begins the backward.
 
         Reentrant checkpoints have backwards of their own, each with a gradient of what they share. Autograd adds them
         up in `p.grad`, and the sum is taken when the whole backward ends.
         """
         health, life = self._health, self._health.life
-        if health.failure is not None:
-            health.check()
         if tensor.grad is None:
-            return
-        self.end_dropped()
+            return False
         if life.state not in IN_BACKWARD:
             self._begin_or_leave_none(parameter, tensor)
         elif sentence := _why_not(parameter, tensor.grad):
@@ -100,27 +120,16 @@ class Backward:
         is_shared = parameter.shared_in == life.backward
         if is_shared and self._task not in (None, torch._C._current_graph_task_id()):
             self._summed_later[parameter] = None
-            return
+            return False
         if parameter in self._summed_later:
-            return
+            return False
         if parameter.backward == life.backward:
             cure = REENTRANT if inside_reentrant_checkpoint() else ""
             health.refuse(f"a second gradient of {parameter.name} in one backward{cure}")
         parameter.backward = life.backward
         if not parameter.awaited:
             self._reads.meet_uncovered(parameter)
-        try:
-            if life.state is State.SUMMING:
-                if self._accumulation.timing.may_be_last:
-                    self._measure(dict.fromkeys([layer for layer, _ in parameter.places]), whole=True)
-                self._accumulation.add(parameter)
-            else:
-                self._trip.take(parameter, tensor, stream)
-        except BaseException:
-            self._running = None  # the gradient may be lost
-            raise
-        if parameter.block is not None:
-            self._offload.had_gradient(parameter.block, life.backward)
+        return True
 
     def _measure(self, layers: Iterable[TrainedLayer], *, whole: bool) -> None:
         """Updates begin in `step()`, but of these layers all gradients have come, or no others come any more."""
@@ -214,7 +223,7 @@ class Backward:
         It leaves what it leaves in torch: the gradients that it has computed. Waits so long for another thread.
         """
         running = self._running
-        if running is None or self._task == ConsumedGradient.refused_in:
+        if running is None or self._task in (ConsumedGradient.refused_in, torch._C._current_graph_task_id()):
             return
         if wait_s and not in_backward():
             running.wait(wait_s)

@@ -24,13 +24,13 @@ from hytrain.memory.clock import Stream
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Transfer
 from hytrain.model.lifecycle import Event, State
-from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter
+from hytrain.model.trained import Come, Gate, TrainedLayer, TrainedParameter, fill
 from hytrain.run.link import Draft
 from hytrain.step.autograd import in_backward
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
 from hytrain.step.verdict import NormSoFar
-from hytrain.tensors import count_write, has_gradient_of_its_own
+from hytrain.tensors import count_write
 from protocol.messages import GradReady, WeightsReady
 
 
@@ -60,28 +60,18 @@ class RoundTrip:
 
     # ------------------------------------------------------------ to the optimizer: autograd's threads
 
-    def take(self, parameter: TrainedParameter, tensor: Tensor, stream: Stream) -> None:
-        """Give the complete gradient of `tensor`, the parameter, computed on `stream`, to its layers.
-
-        Send those that are full now.
-        """
-        # The usual case, in which the gradient in `p.grad` is the step's, and nobody else has it.
-        is_own = parameter.sum is None and has_gradient_of_its_own(tensor, parameter.own)
-        gradient = parameter.gradient(tensor) if is_own else self._given(parameter, tensor)
-        full = parameter.fill(gradient, self._health.life.step, stream)
-        tensor.grad = parameter.consume()
-        for layer in full:
+    def take(self, come: list[Come], stream: Stream) -> None:
+        """Give complete gradients, computed on `stream`, to their layers. Send those that are full now."""
+        for layer in fill(come, self._given, self._health.life.step, stream):
             self._meter.backward(layer.lid)
             self.send(layer, self._transfers.stream())
 
-    def _given(self, parameter: TrainedParameter, tensor: Tensor) -> Tensor:
-        """The sum over several backwards, a copy of a tensor that the loop keeps, or what is in `p.grad`."""
+    def _given(self, parameter: TrainedParameter, tensor: Tensor) -> Tensor | None:
+        """The sum over several backwards, or a copy of a tensor that the loop keeps; None for what is in `p.grad`."""
         if not parameter.is_in_place:
             self._health.refuse(f"the storage of {parameter.name} was replaced in the middle of a backward")
         total = None if parameter.sum is None else self._accumulation.take(parameter)
-        if total is None:
-            total = self._kept.copy_of(parameter)
-        return parameter.gradient(tensor) if total is None else total
+        return self._kept.copy_of(parameter) if total is None else total
 
     def send(self, layer: TrainedLayer, stream: Stream) -> Transfer | None:
         """Send a full layer's gradients to the optimizer, or to the device's updates. `stream` is the current one.
