@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from hytrain.checks import check_model
 from hytrain.errors import ConfigError, UsageError
 from hytrain.memory.lending import Loan
 from hytrain.memory.transfer import Transfer
@@ -34,7 +33,6 @@ from hytrain.statistics import Statistics
 from hytrain.step.scaling import LossScale
 from hytrain.uncompiled import uncompiled, undecorated
 
-_add_param_group: Final = undecorated(torch.optim.Optimizer.add_param_group)
 _clear_gradients: Final = undecorated(torch.optim.Optimizer.zero_grad)
 
 
@@ -155,35 +153,7 @@ class Optimizer(StartedOptimizer):
         Raises:
             UsageError: Called between backward and `step()`.
         """
-        if not hasattr(self, "_groups"):  # torch's constructor
-            _add_param_group(self, param_group)
-            return
-        groups = len(self.param_groups)
-        if self._is_searching:
-            for group in self._groups_from([param_group]):
-                _add_param_group(self, group)
-                self.algorithm.check(self.param_groups[-1])
-            self._note_groups()
-            return
-        before = self._engine
-        try:
-            with self._session.ranks.together():
-                before.before_regroup("add_param_group")
-                named = self._groups_from([param_group])
-                self._session.require_free([p for group in named for p in group["params"]])
-                for group in named:
-                    _add_param_group(self, group)
-                    self.algorithm.check(self.param_groups[-1])
-                model = self._with_others()
-                check_model(model)
-            self._note_groups()
-            self._session.rebuild(model)
-            self._model = model
-        except BaseException:
-            if self._engine is before:
-                del self.param_groups[groups:]
-                self._note_groups()
-            raise
+        self._add_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

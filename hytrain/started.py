@@ -37,6 +37,9 @@ from hytrain.step.accumulation import Accumulation
 from hytrain.step.timing import Timing
 from hytrain.tensors import is_distributed, untraced
 from hytrain.trackers import check_trackers
+from hytrain.uncompiled import undecorated
+
+_add_param_group: Final = undecorated(torch.optim.Optimizer.add_param_group)
 
 _NOT_YET: Final = (
     "HyTrain finds the model of model.parameters() when it is called with gradients for the first time: call it before "
@@ -184,6 +187,37 @@ class StartedOptimizer(SavedOptimizer):
     def _groups_from(self, param_groups: ParamsT | None) -> list[dict[str, Any]]:
         """The groups that torch's constructor gets, with those of their defaults that not all of them have."""
         return groups_for_torch(None if self._has_searched else self._model, param_groups)
+
+    def _add_group(self, param_group: dict[str, Any]) -> None:
+        if not hasattr(self, "_groups"):  # torch's constructor
+            _add_param_group(self, param_group)
+            return
+        groups = len(self.param_groups)
+        if self._is_searching:
+            for group in self._groups_from([param_group]):
+                _add_param_group(self, group)
+                self.algorithm.check(self.param_groups[-1])
+            self._note_groups()
+            return
+        before = self._engine
+        try:
+            with self._session.ranks.together():
+                before.before_regroup("add_param_group")
+                named = self._groups_from([param_group])
+                self._session.require_free([p for group in named for p in group["params"]])
+                for group in named:
+                    _add_param_group(self, group)
+                    self.algorithm.check(self.param_groups[-1])
+                model = self._with_others()
+                check_model(model)
+            self._note_groups()
+            self._session.rebuild(model)
+            self._model = model
+        except BaseException:
+            if self._engine is before:
+                del self.param_groups[groups:]
+                self._note_groups()
+            raise
 
     @property
     def _has_searched(self) -> bool:

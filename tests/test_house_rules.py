@@ -185,13 +185,13 @@ def test_module_says_what_it_owns(module: str) -> None:
     assert (ROOT / module).with_name("__init__.py").exists(), "its folder has no __init__.py"
 
 
-#: Lines that a reader can keep in mind. A module that is a table may have more.
+#: Lines that a reader can keep in mind. A table may have more, and what refers to one another in both directions.
 MOST_LINES: dict[type[ast.AST], int] = {ast.ClassDef: 350, ast.FunctionDef: 70, ast.AsyncFunctionDef: 70}
 MOST_LINES_OF_MODULES = 500
-TABLES = {"protocol/messages.py"}
+MAY_BE_LONG = {"protocol/messages.py", "hytrain/recipe/config.py", "hytrain/model/trained.py"}
 
 
-@pytest.mark.parametrize("package", ["protocol", "workers", "hytrain/step"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_nothing_is_too_long(package: str) -> None:
     found = []
     for module in [each for each in modules() if each.startswith(f"{package}/")]:
@@ -201,7 +201,7 @@ def test_nothing_is_too_long(package: str) -> None:
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 if lines > MOST_LINES[type(node)]:
                     found.append(f"{module}:{node.lineno}: {node.name} has {lines} lines")
-        if text.count("\n") > MOST_LINES_OF_MODULES and module not in TABLES:
+        if text.count("\n") > MOST_LINES_OF_MODULES and module not in MAY_BE_LONG:
             found.append(f"{module} has {text.count(chr(10))} lines")
     assert found == []
 
