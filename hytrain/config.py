@@ -128,7 +128,7 @@ def plan_cache() -> str | None:
 
 def serves_allocator() -> bool:
     """Whether state may leave the GPU while torch allocates."""
-    return os.environ.get("HYTRAIN_RECLAIM", "0") == "1"
+    return os.environ.get("HYTRAIN_RECLAIM") != "0"
 
 
 def workers_environment() -> dict[str, str]:

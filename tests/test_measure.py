@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +25,9 @@ from hytrain.memory.clock import (
 )
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
-from hytrain.step.measure import Meter, Waited
+from hytrain.step import measure
+from hytrain.step.marks import Waited
+from hytrain.step.measure import Meter
 from protocol.address import Address
 from protocol.messages import LayerTimes
 
@@ -46,13 +49,14 @@ class FakeClock:
 
     def __init__(self) -> None:
         self.now_s, self.passed_s = 0.0, float("inf")
-        self.pool: list[Mark] = []
+        self.pool, self.all = list[Mark](), list[Mark]()
         self.made = self.anchored = 0
 
     def mark(self, stream: Stream = None) -> Mark:
         if not self.pool:
             self.made += 1
         mark = self.pool.pop() if self.pool else Mark()
+        self.all = [*dict.fromkeys([*self.all, mark])]
         assert not mark.in_use, "a mark that is in use was given out again"
         mark.at_s, mark.in_use = self.now_s, True
         return mark
@@ -95,6 +99,12 @@ OFF = TraceWriter("", Address("trainer", 0), trace.NO_STEP)
 @pytest.fixture
 def clock() -> FakeClock:
     return FakeClock()
+
+
+@pytest.fixture(autouse=True)
+def every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are measured however fast they follow each other, as in most tests here."""
+    monkeypatch.setattr(measure, "MEASURE_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -359,6 +369,47 @@ def test_weights_that_come_back_late_belong_to_their_own_step(
     timeline.close()
     drawn = [(s["args"]["lid"], s["args"]["step"]) for s in spans(tmp_path) if s["name"].startswith("H2D")]
     assert drawn == [(2, 0), (0, 0), (2, 1)]
+
+
+def test_of_steps_that_follow_each_other_fast_some_are_measured(
+    clock: FakeClock, meter: Meter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "MEASURE_EVERY_S", 0.05)
+    now_s = 0.0
+    monkeypatch.setattr(measure.time, "monotonic", lambda: now_s)
+    found, made = dict[int, dict[int, LayerTimes]](), list[int]()
+    for step in range(9):
+        now_s += 0.02
+        meter.restart()
+        record(meter, clock, 20.0 * step, step)
+        if step:
+            meter.span("h2d_s", 0, step - 1, clock.span(20.0 * step, 20.0 * step + step))  # the last step's weights
+        meter.span("visit_s", 1, step, clock.span(20.0 * step + 13, 20.0 * step + 14))
+        times = end(meter, clock, step, 20.0 * step + 16.0)
+        if meter.measured is not None:
+            found[meter.measured] = times
+        else:
+            assert times == {}
+        made.append(sum(mark.in_use for mark in clock.all))
+    assert [*found] == [0, 1, 4, 7]
+    assert [found[step][0].h2d_s for step in found] == [None, 1.0, 2.0, 5.0], "step 1's in 2, and step 4's in 5"
+    assert all(found[step][1].visit_s == 2.0 and found[step][0].forward_s == 3.0 for step in found)
+    assert max(made[2:]) <= 2, "what is not measured keeps no marks but those of weights that came late"
+
+
+def test_a_step_that_is_drawn_is_measured_however_fast(clock: FakeClock, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(measure, "MEASURE_EVERY_S", math.inf)
+    meter = Meter(clock, NUMELS, trace=TraceWriter(tmp_path, Address("trainer", 0), trace.NO_STEP))
+    for step in range(6):
+        if step == 3:
+            meter.draw(range(3, 5))
+        meter.restart()
+        record(meter, clock, 20.0 * step, step)
+        end(meter, clock, step, 20.0 * step + 16.0)
+        assert (meter.measured is not None) is (step in (0, 1, 3, 4))
+    meter.close()
+    drawn = {span["args"]["step"] for span in spans(tmp_path) if span["name"].startswith("forward")}
+    assert drawn == {3, 4}
 
 
 def test_a_forward_without_backward_is_no_part_of_the_step(clock: FakeClock, meter: Meter) -> None:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from hytrain.model.trained import TrainedLayer, TrainedParameter
     from hytrain.step.backward import Backward
     from hytrain.step.engine import Engine
-    from hytrain.step.measure import Waited
+    from hytrain.step.marks import Waited
     from hytrain.step.reads import Reads
     from hytrain.step.uses import Uses
 

@@ -133,7 +133,7 @@ class DeviceUpdates:
             for layer, (counts, of) in parts.items():
                 layer.take_back()
                 _, span = self._pass(_Update(layer, counts, of, {}, scale, verdict))
-                self._transfers.clock.recycle(span)
+                self._meter.forget(span)
                 self._visits.make_room()
 
     def _pass(self, made: _Update) -> tuple[str, Span]:
@@ -150,13 +150,13 @@ class DeviceUpdates:
             self._transfers.land(layer.returned)
             if layer.returned.has_ended:
                 layer.returned = None
-        began = self._transfers.clock.mark()
+        began = self._meter.mark()
         alike: dict[tuple[int, int], dict[int, Tensor]] = {}
         for index, gradient in gradients.items():
             alike.setdefault((layer.segments[index].spec.group, counts[index]), {})[index] = gradient
         for (group, count), of in alike.items():
             layer.device.update(of, scalars(self.groups[group], count, scale), self._host, verdict, directions)
-        return "gpu_update_s", (began, self._transfers.clock.mark())
+        return "gpu_update_s", (began, self._meter.mark())
 
     def _visit(self, made: _Update) -> tuple[str, Span]:
         """The state is in host memory, and visits the device."""

@@ -16,22 +16,29 @@ The timeline's spans of a step follow each other, from the end of the step befor
     step() │ between steps │ forward, stall … │ micro-batches │ backward, update … │ after backward │ step()
 
 A `Meter` owns the marks that it is given, and returns them to the clock for reuse.
+
+Where steps follow each other faster than `MEASURE_EVERY_S`, the thread that launches has no time to spare: only some of
+them are measured. The others leave no marks.
 """
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 from hytrain.memory.clock import Clock, Mark, Span, Stream
 from hytrain.run.trace import NO_STEP, TraceWriter
+from hytrain.step.marks import NoMarks, StepMarks, Waited
 from protocol.messages import LayerTimes
 
+#: A step's marks take the launching thread a millisecond or two.
+MEASURE_EVERY_S: Final = 0.05
 #: The number of steps whose marks may be pending. The measurement of an older step is given up.
 MAX_OPEN_STEPS: Final = 8
 #: A new anchor shifts the device's times by less than this.
@@ -54,64 +61,6 @@ TRACKS: Final = {
     "after_s": ("compute", "after backward"),
     "boundary_s": ("compute", "step()"),
 }
-
-
-class Waited(NamedTuple):
-    """An all-gather's wait for updates: what modules noticed of the thread's wait, and the wait of its own stream."""
-
-    on_modules_stream: Span
-    on_its_stream: Span
-
-    def marks(self) -> Iterator[Mark]:
-        return chain(*self)
-
-
-@dataclass(slots=True)
-class StepMarks:
-    """The marks of one step; `forward` and `backward` in the order in which they were left.
-
-    A module in `forward` may wait for FSDP2's all-gather, which has `waited` for updates, before the module's marks.
-    `spans` are copies and device updates: kind, layers, the step that they belong to, marks. `gathers` are FSDP2's
-    all-gathers. `fetched` are backward's waits for offloaded weights. `turns` are the starts of the backwards, if the
-    step has several. `starved` counts the layers at the end of whose backward the device had finished all earlier work,
-    so that it waited for launches. (In forward, a stall also causes that.) If updates have waited for `step()`, `held`
-    is the time between the last gradient and their beginning. In a step that is drawn, `began` is the end of the step
-    before, `left` the end of that one's `step()`, and `entered` the beginning of its own.
-    """
-
-    step: int
-    forward: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
-    waited: dict[int, Waited] = field(default_factory=dict)  # by index in `forward`
-    backward: list[tuple[int, Mark]] = field(default_factory=list)
-    spans: list[tuple[str, tuple[int, ...], int, Span]] = field(default_factory=list)
-    gathers: list[tuple[tuple[int, ...], Span]] = field(default_factory=list)
-    fetched: list[tuple[int, Span, Waited | None]] = field(default_factory=list)
-    turns: list[Mark] = field(default_factory=list)
-    starved: int = 0
-    number: int = 0
-    end: Mark = None
-    began: Mark = None
-    left: Mark = None
-    entered: Mark = None
-    held: Span | None = None
-
-    def marks(self) -> Iterator[Mark]:
-        """All marks: the step's own work, beginning with its first mark, then copies and all-gathers, then the end."""
-        forward = [
-            mark
-            for index, (_, span) in enumerate(self.forward)
-            for mark in chain(self.waited[index].marks() if index in self.waited else (), span)
-        ]
-        backward = [mark for _, mark in self.backward]
-        copies = [mark for *_, span in self.spans for mark in span]
-        others = [mark for _, span in self.gathers for mark in span] + list(self.of_fetched())
-        ends = [mark for mark in (self.began, self.left, self.entered, self.end) if mark is not None]
-        ends += self.held[1:] if self.held is not None else ()
-        return chain(forward, self.turns, backward, copies, others, ends)
-
-    def of_fetched(self) -> Iterator[Mark]:
-        for _, span, waited in self.fetched:
-            yield from chain(span, waited.marks() if waited else ())
 
 
 class Interval(NamedTuple):
@@ -147,6 +96,8 @@ class Meter:
         self._is_stage = is_stage
         self._entered: set[int] = set()  # layers of a stage, in this step
         self._clock, self._numels, self._trace, self._names = clock, numels, trace, names
+        self._marks: Clock | NoMarks = clock  # of this step
+        self._chosen_s, self._last = -math.inf, -1  # when the last one was chosen that is measured; and which one
         self._open: deque[StepMarks] = deque(maxlen=MAX_OPEN_STEPS)
         self._now = StepMarks(0)
         self._turning = threading.Lock()  # another thread reports copies
@@ -168,6 +119,7 @@ class Meter:
         self._trace.begin(steps)
         if steps:
             self._clock.anchor()
+            self._marks = self._clock  # between two steps
         if self._trace.draws(self._now.step):
             self._now.began = self._mark_instead_of(self._now.began)
 
@@ -193,8 +145,8 @@ class Meter:
         return self._clock.mark()
 
     def mark(self, stream: Stream = None) -> Mark:
-        """Leave a mark, for `forward`, on the current stream unless another one is given."""
-        return self._clock.mark() if stream is None else self._clock.mark_on(stream)
+        """Leave a mark, on the current stream unless another one is given; None in a step that is not measured."""
+        return self._marks.mark() if stream is None else self._marks.mark_on(stream)
 
     def forward(self, lids: tuple[int, ...], arrived: Mark, waited: Waited | None = None) -> None:
         """The module that has `arrived`, and reads layers `lids`, continues.
@@ -203,12 +155,12 @@ class Meter:
         """
         if self._is_stage:
             if lids[0] in self._entered:
-                self._clock.recycle([arrived, *(waited.marks() if waited else ())])
+                self._marks.recycle([arrived, *(waited.marks() if waited else ())])
                 return
             self._entered.add(lids[0])
         if waited is not None:
             self._now.waited[len(self._now.forward)] = waited
-        self._now.forward.append((lids, (arrived, self._clock.mark())))
+        self._now.forward.append((lids, (arrived, self._marks.mark())))
 
     def restart(self) -> None:
         """A forward begins. Discard the one before if no backward followed it."""
@@ -217,30 +169,30 @@ class Meter:
             spans = (mark for _, span in chain(now.forward, now.gathers) for mark in span)
             waits = (mark for waited in now.waited.values() for mark in waited.marks())
             turns = now.turns  # of a backward whose gradients were dropped
-            self._clock.recycle(chain(spans, waits, turns, now.of_fetched()))
+            self._marks.recycle(chain(spans, waits, turns, now.of_fetched()))
             for each in (now.gathers, now.fetched, now.waited, now.forward, now.turns):
                 each.clear()
 
     def gather(self, lids: tuple[int, ...]) -> Callable[[], None]:
         """The shards of these layers are read, and all ranks' are gathered. Returns what ends the measurement."""
-        gathers, began = self._now.gathers, self._clock.mark()
-        return lambda: gathers.append((lids, (began, self._clock.mark())))
+        gathers, began = self._now.gathers, self._marks.mark()
+        return lambda: gathers.append((lids, (began, self._marks.mark())))
 
     def fetched(self, lid: int, arrived: Mark, waited: Waited | None = None) -> None:
         """Backward continues after a layer, for whose offloaded weights or visit it may have waited since `arrived`.
 
         Or it has waited for an all-gather, which `waited` for the weights.
         """
-        self._now.fetched.append((lid, (arrived, self._clock.mark()), waited))
+        self._now.fetched.append((lid, (arrived, self._marks.mark()), waited))
 
     def turn(self) -> None:
         """One of several backwards begins. Only the time before the first and after the last is measured."""
         self.drop_backward()
-        self._now.turns.append(self._clock.mark())
+        self._now.turns.append(self._marks.mark())
 
     def drop_backward(self) -> None:
         """What may have been the step's last backward was not."""
-        self._clock.recycle(mark for _, mark in self._now.backward)
+        self._marks.recycle(mark for _, mark in self._now.backward)
         self._now.backward.clear()
 
     def backward(self, lid: int) -> None:
@@ -249,14 +201,18 @@ class Meter:
         if now.held is not None:
             return
         before = now.backward[-1][1] if now.backward else now.forward[-1][1][1] if now.forward else None
-        if self._clock.runs_ahead and before is not None:
+        if self._marks.runs_ahead and before is not None:
             now.starved += self._clock.passed(before)
-        now.backward.append((lid, self._clock.mark()))
+        now.backward.append((lid, self._marks.mark()))
 
     def begin_held(self) -> None:
         """All gradients have come before, and updates begin only now."""
         if self._now.backward:
-            self._now.held = self._now.backward[-1][1], self._clock.mark()
+            self._now.held = self._now.backward[-1][1], self._marks.mark()
+
+    def forget(self, span: Span) -> None:
+        """It is not part of any step's measurement."""
+        self._marks.recycle(span)
 
     def span(self, kind: str, lid: int | tuple[int, ...], step: int, span: Span) -> None:
         """Add a copy or device update of layers. The weights of `step` may come back after the next step has begun."""
@@ -268,12 +224,13 @@ class Meter:
 
         `number` is the step's number for the user.
         """
-        self._now.end, self._now.number = self._clock.mark(), number
+        self._now.end, self._now.number = self._marks.mark(), number
         self._entered.clear()
+        draws = self._trace.draws(step + 1)
         with self._turning:
-            self._open.append(self._now)
-            self._now = StepMarks(step + 1, began=self._clock.mark() if self._trace.draws(step + 1) else None)
-        if not self._passed(self._open[0]):
+            self._now = StepMarks(step + 1, spans=self._end_marks(), began=self._clock.mark() if draws else None)
+            self._choose(draws)
+        if not self._open or not self._passed(self._open[0]):
             self.measured = None
             return ()
         marks = self._open.popleft()
@@ -295,10 +252,32 @@ class Meter:
         self.times = self._times(intervals)
         return self.times
 
+    def _end_marks(self) -> list[tuple[str, tuple[int, ...], int, Span]]:
+        """Keep the step's marks if it was measured. If not, return the spans that belong to the last one that was."""
+        now, is_measured = self._now, self._marks is self._clock
+        steps, spans = {self._last, now.step if is_measured else None}, now.spans
+        now.spans = [span for span in spans if span[2] in steps]
+        self._marks.recycle([mark for *_, step, span in spans if step not in steps for mark in span])
+        if is_measured:
+            self._open.append(now)
+            self._last = now.step
+            return []
+        later, now.spans = now.spans, []
+        self._marks.recycle(now.marks())
+        return later
+
+    def _choose(self, draws: bool) -> None:
+        """Whether the step that begins is measured."""
+        now_s = time.monotonic()
+        is_measured = draws or not self._clock.runs_ahead or now_s - self._chosen_s >= MEASURE_EVERY_S
+        self._marks = self._clock if is_measured else NoMarks(self._clock)
+        if is_measured:
+            self._chosen_s = now_s
+
     def close(self) -> None:
         """Draw the remaining steps that the device has passed."""
         if self._trace.is_on:
-            for marks in (*self._open, self._now):
+            for marks in (*self._open, *([self._now] if self._marks is self._clock else [])):
                 if self._passed(marks):
                     self._draw(marks, self._intervals(marks))
             self._trace.close()

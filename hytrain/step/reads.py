@@ -29,7 +29,7 @@ from hytrain.step.blocks import Blocks, tensors_in
 from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.life import Event, State
-from hytrain.step.measure import Waited
+from hytrain.step.marks import Waited
 from hytrain.tensors import is_distributed
 from hytrain.uncompiled import Weakly
 
