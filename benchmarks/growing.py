@@ -5,9 +5,13 @@
 
     lengths         at random, of 256 tokens to the job's sequence      ─▶ seconds per step, beside
     longest first   the same, after one step with the longest
-    four times      a batch four times the largest so far               ─▶ what that step costs more
-    neighbour       another process takes GPU memory, and gives it back ─▶ steps until it is as fast as before
-    park            opt.park(weights=True), opt.resume()                ─▶ seconds of each, what stays on the GPU
+    four times      a batch four times the largest so far               ─▶ what that step costs more: the excess comes
+                                                                           in backward, and where activations are kept,
+                                                                           in forward
+    neighbour       another process takes what is free on the GPU, so that steps lack what they need between two of
+                    them, and gives it back                             ─▶ steps until it is as fast as before
+    park            opt.park(weights=True), opt.resume(), and between them another process attaches the weights and
+                    copies them to the GPU                              ─▶ seconds of each, what stays on the GPU
     steady          batches of one length: what offers cost, beside the system "hytrain-unserved"
 
 `parts` has the jobs. A segment's label says what is measured; `systems` lists these systems, `step` calls `measure`.
@@ -34,8 +38,8 @@ from benchmarks.parts import FIRST, FOUR_TIMES, NEIGHBOUR, PARK, RANDOM, SHAPES,
 from benchmarks.rows import times_of
 
 SHORTEST: Final = 256
-#: Bytes that the other process takes, or what is free less `LEFT_BYTES`.
-HELD_BYTES, LEFT_BYTES = 30 * 10**9, 1 << 30
+#: Bytes that another process leaves free.
+LEFT_BYTES: Final = 1 << 30
 #: A step that is not longer than this many times the usual one is as fast as before.
 AS_FAST: Final = 1.05
 _HOLDS: Final = """
@@ -43,6 +47,20 @@ import sys, torch
 held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device="cuda")
 print("held", flush=True)
 sys.stdin.read()
+"""
+#: What another process does with the weights of a run: it says how long it took to have them on the device.
+_ATTACHES: Final = """
+import sys, time, torch, hytrain.weights
+run, device = sys.argv[1:]
+torch.zeros(1, device=device)
+print("ready", flush=True)
+sys.stdin.readline()
+began_s = time.perf_counter()
+with hytrain.weights.attach(run) as weights:
+    copies = {name: tensor.to(device) for name, tensor in weights.items()}
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(time.perf_counter() - began_s, flush=True)
 """
 
 
@@ -77,7 +95,7 @@ class _Loop:
             rng = random.Random(2)
             found = [rng.randint(min(SHORTEST, most), most) for _ in range(count)]
             return [most, *found[1:]] if segment.label == FIRST else found
-        if segment.label == FOUR_TIMES:
+        if segment.label in FOUR_TIMES:
             return [*[most // 4] * segment.settle, most, *[most // 4] * (segment.measure - 1)]
         return [most] * count
 
@@ -105,7 +123,7 @@ class _Loop:
         if self._segment.label != NEIGHBOUR:
             for length in lengths[settle:]:
                 self.step(length)
-            if self._segment.label != FOUR_TIMES:
+            if self._segment.label not in FOUR_TIMES:
                 return {}
             again = _Loop(self._job, self._segment, self._model, self._opt)
             again.step(lengths[settle])  # a batch as large, once there is room for it
@@ -135,11 +153,27 @@ class _Loop:
             self._opt.resume()
             self._wait()
             resumed.append(time.perf_counter() - began_s)
+        lent_s, attached_s = self._attached()
         return {
             "park_s": round(statistics.median(parked), 4),
             "resume_s": round(statistics.median(resumed), 4),
             "left_gb": round(left_bytes / 1e9, 2),
+            "lend_s": round(lent_s, 4),
+            "attach_s": round(attached_s, 4),
         }
+
+    def _attached(self) -> tuple[float, float]:
+        """Seconds until the weights are lent, and until another process has them on the GPU, which is parked."""
+        command = [sys.executable, "-c", _ATTACHES, str(self._opt.run_dir), self._job.device]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            other.stdout.readline()
+            began_s = time.perf_counter()
+            with self._opt.lend_weights():
+                lent_s = time.perf_counter() - began_s
+                with self._opt.parked(weights=True):
+                    said, _ = other.communicate("now\n")
+        return lent_s, float(said)
 
     def run_steps(self, count: int) -> None:
         for _ in range(count):
@@ -154,12 +188,12 @@ class _Loop:
 
 @contextmanager
 def _neighbour(device: str) -> Iterator[int]:
-    """Another process holds GPU memory. Yields how much; none on a CPU."""
+    """Another process holds the GPU's memory but `LEFT_BYTES`. Yields how much; none on a CPU."""
     if device != "cuda":
         yield 0
         return
     torch.cuda.empty_cache()
-    nbytes = min(HELD_BYTES, torch.cuda.mem_get_info()[0] - LEFT_BYTES)
+    nbytes = torch.cuda.mem_get_info()[0] - LEFT_BYTES
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", _HOLDS, str(nbytes)], **pipes) as other:
         assert other.stdout is not None

@@ -98,7 +98,9 @@ KEPT, GRAPHED = "eager, activations kept", "CUDA graphs, activations kept"
 #: The whole model given to torch.compile, its activations kept.
 WHOLE: Final = "whole model compiled"
 #: What the part "growing" measures.
-RANDOM, FIRST, FOUR_TIMES = "lengths at random", "the same, the longest first", "four times the largest so far"
+RANDOM, FIRST = "lengths at random", "the same, the longest first"
+#: With blocks that are computed again in backward, and with activations that are kept.
+FOUR_TIMES: Final = ("four times the largest so far", "four times the largest so far, activations kept")
 NEIGHBOUR, PARK, STEADY = "another process takes memory", "parked and resumed", "nothing is evicted"
 UNWATCHED, WATCHED, UNWATCHED_AGAIN = "no monitor", "50 monitors", "no monitor again"
 #: HyTrain with all weights in host memory, but for those of layers that the GPU owns.
@@ -449,8 +451,9 @@ def growing(template: Job) -> list[Job]:
     lengths = [Segment(batch=1, label=label, settle=10, measure=60) for label in (RANDOM, FIRST)]
     options = [system.partition(":")[2] for system in (AUTO, ROAMING)]
     found = [job(base, f"hytrain-growing:{option}", one) for option in options for one in lengths]
-    once = Segment(batch=1, label=FOUR_TIMES, settle=50, measure=10)
-    found.append(job(replace(base, sequence=base.sequence // 2), "hytrain-growing:auto", once))
+    half = replace(base, sequence=base.sequence // 2)
+    for label, one in zip(FOUR_TIMES, (half, replace(half, sequence=half.sequence // 2, blocks=KEPT)), strict=True):
+        found.append(job(one, "hytrain-growing:auto", Segment(batch=1, label=label, settle=50, measure=10)))
     return [replace(one, step_s=4 * one.step_s) for one in found]  # a sequence is as long as a batch of eight others
 
 

@@ -27,6 +27,7 @@ from hytrain.kernels.backend import Backend
 from hytrain.kernels.torch_backend import vectors
 from hytrain.memory.capacity import (
     GpuMemory,
+    HostRoom,
     host_bound,
     host_bytes,
     host_free,
@@ -177,7 +178,7 @@ class Build:
         limit, ranks = site.place.settings.host_memory_limit, len(site.ranks.node)
         # A given k says which share of one memory is the GPU's.
         shared = site.memory.shared_bytes if options.k is None else lambda: 0
-        self._host_bytes = host_bound(limit, ranks, shared())
+        self._host_bytes, self._is_stated = host_bound(limit, ranks, shared()), limit is not None
         self._host_free = host_free(limit, site.device, ranks, shared)
         numel = sum(layer.spec.numel for layer in layers)
         must_visit = sum(layer.spec.numel for layer in layers if layer.spec.stays_on_device) / numel
@@ -232,7 +233,7 @@ class Build:
             host=self._host,
             read_groups=site.groups.read,
             memory=site.memory,
-            host_free=self._host_free,
+            host_room=HostRoom(self._host_free, self._host_bytes if self._is_stated else None),
             hold_bytes=self._hold_bytes,
             accumulation=site.accumulation,
             check=site.check,
@@ -332,7 +333,7 @@ class Build:
 
 
 def _reclaim_library(device: torch.device) -> ctypes.CDLL | None:
-    """What serves torch's allocator of a GPU, if asked for; None on a CPU, or where, with a warning, it cannot be."""
+    """What serves torch's allocator of a GPU; None on a CPU, if asked for, or where, with a warning, it cannot be."""
     if device.type == "cpu" or not serves_allocator() or is_integrated(device):  # there, nothing would be freed
         return None
     try:

@@ -53,7 +53,7 @@ from hytrain.algorithms import ADAMW
 from hytrain.build import build_layers
 from hytrain.errors import UsageError
 from hytrain.memory import visits
-from hytrain.memory.capacity import GpuMemory
+from hytrain.memory.capacity import GpuMemory, HostRoom
 from hytrain.memory.lending import Lending
 from hytrain.model.layers import ModelLayer, Piece
 from hytrain.model.offloaded import _offloaded
@@ -150,7 +150,7 @@ class Run:
         parts |= {
             "read_groups": lambda: (HYPER,),
             "memory": GpuMemory(torch.device("cpu")),
-            "host_free": lambda: None,
+            "host_room": HostRoom(lambda: None),
             "blocks": self.blocks,
         }
         parts |= {"hold_bytes": self.hold_bytes, "trace": OFF, "lending": Lending(self.parameters, self.streams)}

@@ -217,6 +217,16 @@ def test_a_build_that_fails_says_what_to_do(
     assert not list(source.parent.glob("cache/*"))
 
 
+def test_what_cannot_be_loaded_is_told_as_what_cannot_be_built(
+    source: Path, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a folder whose files may not be executed."""
+    (built := source.with_suffix(".so")).write_text("no library")
+    monkeypatch.setattr("hytrain.kernels.build.build", lambda *args, **options: built)
+    with pytest.raises(BackendUnavailable, match=r"what was compiled of tiny.cpp cannot be loaded: .*tiny.so"):
+        opened(source)
+
+
 def test_auto_prefers_native_on_every_core_of_this_process() -> None:
     backend, reason = load()
     assert isinstance(backend, NativeBackend)

@@ -71,7 +71,11 @@ def opened(source: Path, flags: tuple[str, ...] = (), variant: str | None = None
     for library in filter(Path.exists, named) if flags else packaged(source):
         with suppress(OSError):  # built for a newer system
             return _load(library)
-    return _load(build(source, flags=(*NATIVE, *flags)))
+    built = build(source, flags=(*NATIVE, *flags))
+    try:
+        return _load(built)
+    except OSError as error:  # a folder whose files may not be executed, a compiler whose libraries are not torch's
+        raise BackendUnavailable(f"what was compiled of {source.name} cannot be loaded: {error}") from error
 
 
 def packaged(source: Path, machine: str = platform.machine()) -> list[Path]:

@@ -140,8 +140,9 @@ class GpuMemory:
 
         That includes what has been freed while a stream, as that of a gradient's copy, has yet to pass it.
         """
+        lent = self._lent  # counting may collect somebody who gives back
         now, most = self._counted("active_bytes", "current", "peak")
-        return now - self._lent, max(self._needed, most - self._lent)
+        return now - lent, max(self._needed, most - lent)
 
     def _counted(self, what: str, *when: str) -> list[int]:
         """Of `torch.cuda.memory_stats`, which sorts all of its numbers each time. Each call makes them all."""
@@ -308,6 +309,13 @@ def host_bound(limit: int | None, ranks: int = 1, shared: int = 0) -> int:
 def beside_margin(available: int) -> int:
     """What planes may take of so many bytes of host memory; below 0 if the margin is more."""
     return int((1.0 - HOST_MARGIN) * available) - HOST_MARGIN_BYTES
+
+
+class HostRoom(NamedTuple):
+    """What planes may take of a rank's host memory: `free` is what `host_free` returns, `stated_bytes` are for all."""
+
+    free: Callable[[], int | None]
+    stated_bytes: int | None = None
 
 
 def host_free(

@@ -30,9 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 class Arenas:
-    """New ones, for the layers of one model."""
+    """New ones, for the layers of one model. `host_bytes`: for all their planes, if that was stated."""
 
-    def __init__(self, common: Common) -> None:
+    def __init__(self, common: Common, host_bytes: int | None = None) -> None:
+        self._host_bytes = host_bytes
         self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
         self._kept: dict[int, ArenaPlanes] = {}  # by LID: our own, which no layer uses now
         self.is_full = False  # the host has no more memory to make ready
@@ -76,13 +77,13 @@ class Arenas:
             arena.close()
 
     def make_ready(self, layers: list[TrainedLayer]) -> None:
-        """Keep memory for the state of these layers, as far as the host has more than its margin."""
+        """Keep memory for the state of these layers, as far as planes may take it."""
         for layer in layers:
             if layer.lid in self._kept:
                 continue
             try:
-                if self._needed(layer) > host_bound(None):
-                    raise CapacityError("the rest is the host's margin")
+                if self._needed(layer) > self._left():
+                    raise CapacityError("the rest of host memory is for others")
                 arena = self._made(layer, gently=True)
                 if isinstance(layer.holds, DevicePlanes):
                     self.keep(layer, arena)
@@ -112,6 +113,14 @@ class Arenas:
         if needed + LEFT_BYTES > left:
             raise CapacityError(f"it takes {gib(needed)} of host memory, and {gib(left)} are left")
         return self._made(layer, gently=False)
+
+    def _left(self) -> int:
+        """Bytes that planes may still take."""
+        if self._host_bytes is None:
+            return host_bound(None)
+        held = [layer.layout.nbytes for layer in self._layers if isinstance(layer.holds, ArenaPlanes)]
+        ready = [self._needed(layer) for layer in self._layers if layer.lid in self._kept]
+        return self._host_bytes - sum(held) - sum(ready)
 
     @staticmethod
     def _needed(layer: TrainedLayer) -> int:

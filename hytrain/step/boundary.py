@@ -85,7 +85,7 @@ class Boundary:
         self.statistics = Statistics(
             step=number,
             step_s=now_s - self._stepped_s,
-            stall_s=self._meter.stall_s,
+            stall_s=self._stall_s(now_s - self._stepped_s),
             moved=self.statistics.moved,
             moving=self._handover.has_worked(),
             **self._where(places),
@@ -124,6 +124,10 @@ class Boundary:
         if room is not None and not self.statistics.moving:
             self._compare(room)
         return room
+
+    def _stall_s(self, step_s: float) -> float:
+        """As it was measured last. Steps that were not measured may be shorter than the one that was."""
+        return self._meter.stall_s if self._meter.measured is not None else min(self._meter.stall_s, step_s)
 
     def _compare(self, room: Room) -> None:
         """Once: if the GPU has room for all that rests in host memory, say that little is saved here."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from hytrain.errors import ClusterError, HyTrainError, NonFiniteGradients, UsageError
 from hytrain.kernels.backend import Backend
 from hytrain.memory.arrivals import Arrivals
-from hytrain.memory.capacity import GpuMemory
+from hytrain.memory.capacity import GpuMemory, HostRoom
 from hytrain.memory.lending import Lending, Loan
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Transfers
@@ -109,7 +109,7 @@ class Engine:
         host: Backend | None,
         read_groups: Callable[[], tuple[Hyper, ...]],
         memory: GpuMemory,
-        host_free: Callable[[], int | None],
+        host_room: HostRoom,
         hold_bytes: int,
         accumulation: Accumulation,
         options: Options,
@@ -161,10 +161,10 @@ class Engine:
         self.uses = Uses(common, trip, self.reads, self._blocks)
         self.masters = masters = Masters(common, self.reads, self.uses)
         self._offload.heed(masters.import_written, masters.sample_freed)
-        self._handover = Handover(common, trip, Arrivals(memory))
+        self._handover = Handover(common, trip, Arrivals(memory), host_room.stated_bytes)
         self.evictions = Evictions(common, device, self._handover, plans, memory)
         self.reclaiming = Reclaiming(common, device, self._handover, self.evictions, memory.serving)
-        self._boundary = Boundary(common, self._handover, plans, gpu_room=memory.room, host_free=host_free)
+        self._boundary = Boundary(common, self._handover, plans, gpu_room=memory.room, host_free=host_room.free)
         self.parking = Parking(common, self._handover, self._boundary, self.import_written)
         self._commit = Commit(common, trip, self._device, masters, host=host, read_groups=read_groups)
         self.backward = Backward(common, trip, self._commit, self._boundary, self.reads)

@@ -74,10 +74,10 @@ class _Move:
 class Handover:
     """Moves the layers of one model, one plan at a time: `prepare`, `begin`, `finish`."""
 
-    def __init__(self, common: Common, trip: RoundTrip, arrivals: Arrivals) -> None:
+    def __init__(self, common: Common, trip: RoundTrip, arrivals: Arrivals, host_bytes: int | None = None) -> None:
         self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
         self._health, self._trip, self._visits, self._offload = common.health, trip, common.visits, common.offload
-        self.arenas, self.arrivals = Arenas(common), arrivals
+        self.arenas, self.arrivals = Arenas(common, host_bytes), arrivals
         self._move: _Move | None = None
         self._departing: list[tuple[ArenaPlanes, Transfer]] = []
         self._thread: threading.Thread | None = None

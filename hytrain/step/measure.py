@@ -158,7 +158,7 @@ class Meter:
                 self._marks.recycle([arrived, *(waited.marks() if waited else ())])
                 return
             self._entered.add(lids[0])
-        if waited is not None:
+        if waited is not None and None not in waited.marks():  # or the all-gather was in a step without marks
             self._now.waited[len(self._now.forward)] = waited
         self._now.forward.append((lids, (arrived, self._marks.mark())))
 
@@ -183,6 +183,7 @@ class Meter:
 
         Or it has waited for an all-gather, which `waited` for the weights.
         """
+        waited = None if waited is None or None in waited.marks() else waited
         self._now.fetched.append((lid, (arrived, self._marks.mark()), waited))
 
     def turn(self) -> None:
@@ -229,7 +230,7 @@ class Meter:
         draws = self._trace.draws(step + 1)
         with self._turning:
             self._now = StepMarks(step + 1, spans=self._end_marks(), began=self._clock.mark() if draws else None)
-            self._choose(draws)
+            self._choose(draws or self._trace.draws(step))  # the step after has weights of it
         if not self._open or not self._passed(self._open[0]):
             self.measured = None
             return ()

@@ -129,11 +129,12 @@ class Reclaiming:
         self._evictions.end_step(room)
         if room is None or room == self._room:  # as after the last step
             return
+        arenas = self._handover.arenas
+        arenas.is_full = arenas.is_full and self._room is None  # until steps need other memory than before
         self._room = room
         if self._library is None:
             return
         self._library.hytrain_reclaim_say(self._sentence(room).encode())
-        arenas = self._handover.arenas
         if arenas.is_full:
             return
         lacking, making = room.needed - room.now, []

@@ -393,6 +393,26 @@ def test_memory_is_made_ready_for_as_much_as_a_batch_takes(budget: Budget) -> No
         assert all(handover.arenas.kept(layer) is not None for layer in layers)
 
 
+def test_no_more_memory_is_made_ready_than_was_stated_for_planes(budget: Budget) -> None:
+    model = llama()
+    layout = [0]
+    for stated in (None, 1 << 40):  # then what is stated is little more than what is made ready
+        limit = {} if stated is None else {"host_memory_limit": layout[0]}
+        with adamw(model, k=1.0, **limit) as opt:
+            train(model, opt, range(2))
+            reclaiming, arenas, layers = opt._engine.reclaiming, opt._engine._handover.arenas, opt._session.layers
+            layout[0] = 2 * max(layer.layout.nbytes for layer in layers)
+            for lacking in (1 << 39, 1 << 38):  # the second time, all that was made is there
+                reclaiming.end_step(Room(1 << 40, lacking, 1000))
+                opt._engine._handover.wait()
+            ready = sum(arenas._needed(layer) for layer in layers if arenas.kept(layer) is not None)
+            assert arenas.is_full is (stated is not None)
+            assert 0 < ready <= layout[0] if stated else all(arenas.kept(layer) is not None for layer in layers)
+            if stated:
+                reclaiming.end_step(Room(1 << 40, 1001, 1000))
+                assert not arenas.is_full, "steps need other memory than before: perhaps there is some now"
+
+
 TAKEN = "HyTrain: after the last step, weights took 1.5 MiB of this device, optimizer state "
 
 

@@ -82,6 +82,7 @@ class Measured:
         self._first_known = -1  # of earlier steps, what the CPU did is not known
         self.threads: int | None = None
         self._new_threads: tuple[int, int] | None = None  # the number commanded, and the step of the command
+        self._since_then = 0  # steps that were measured
 
     def rejoin(self, step: int) -> None:
         """So many steps ended before anything was reported."""
@@ -104,6 +105,7 @@ class Measured:
         step.duration_s, step.places, step.moved = report.step_s, report.places, step.moved or report.moving
         for old in [number for number in self._steps if number <= report.step - OPEN_STEPS]:
             del self._steps[old]
+        self._since_then += report.measured is not None
         if report.measured is None or is_late or not self.is_warm(report.measured):
             return None
         measured = self._steps[report.measured]
@@ -185,7 +187,7 @@ class Measured:
         Returns whether steps are others from now on.
         """
         before = self._new_threads[0] if self._new_threads is not None else self.threads
-        self._new_threads = threads, step
+        self._new_threads, self._since_then = (threads, step), 0
         self._steps[step + 1].threads_changed = True
         if before is None or before == threads:
             return False
@@ -197,7 +199,9 @@ class Measured:
 
     def awaits_cpu_times(self, step: int) -> bool:
         """Whether threads were changed so recently that new CPU times should arrive before the next plan."""
-        return self._new_threads is not None and step <= self._new_threads[1] + ENOUGH_STEPS
+        if self._new_threads is None or step > self._new_threads[1] + OPEN_STEPS:
+            return False
+        return self._since_then <= ENOUGH_STEPS
 
     def check(self) -> None:
         self._book.check()
