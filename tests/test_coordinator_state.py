@@ -947,8 +947,12 @@ def test_after_a_change_of_threads_a_plan_waits_for_the_cpus_times(driver: Drive
         assert driver.planning.measured.awaits_cpu_times(2), "they are taken in once their step was measured"
         assert len(on_gpu(driver.plan(report(3, measured=2)).places)) > 0
     else:
-        waited = [driver.sent(report(step)) for step in range(3, 3 + ENOUGH_STEPS)]
-        assert waited == [[]] * ENOUGH_STEPS and not driver.planning.measured.awaits_cpu_times(2 + ENOUGH_STEPS)
+        fast = [driver.sent(report(step, measured=None)) for step in range(3, 9)]
+        assert fast == [[]] * 6 and driver.planning.measured.awaits_cpu_times(8), "no step was measured"
+        waited = [driver.sent(report(step)) for step in range(9, 9 + ENOUGH_STEPS)]
+        assert waited == [[]] * ENOUGH_STEPS and not driver.planning.measured.awaits_cpu_times(8 + ENOUGH_STEPS)
+        driver.ask("threads", "2")
+        assert driver.planning.measured.awaits_cpu_times(12) and not driver.planning.measured.awaits_cpu_times(99)
 
 
 @pytest.mark.parametrize("continues", [True, False])

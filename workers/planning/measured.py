@@ -201,7 +201,7 @@ class Measured:
         """Whether threads were changed so recently that new CPU times should arrive before the next plan."""
         if self._new_threads is None or step > self._new_threads[1] + OPEN_STEPS:
             return False
-        return self._since_then <= ENOUGH_STEPS
+        return self._since_then < ENOUGH_STEPS
 
     def check(self) -> None:
         self._book.check()
