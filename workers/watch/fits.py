@@ -101,10 +101,10 @@ def model_named(text: str) -> Shape:
     for shape in SHAPES:
         if unit in "bB" and shape.name.split()[0] == number:
             return shape
-    return _scaled(float(number) * (1e9 if unit in "bB" else 1e6), f"{number} {unit.upper()}")
+    return scaled(float(number) * (1e9 if unit in "bB" else 1e6), f"{number} {unit.upper()}")
 
 
-def _scaled(numel: float, name: str) -> Shape:
+def scaled(numel: float, name: str) -> Shape:
     """The most similar of `SHAPES`, as much wider or narrower as it takes to have so many parameters."""
     base = min(SHAPES, key=lambda shape: abs(shape.numel - numel))
     low, high = 0.0, 8.0

@@ -68,7 +68,11 @@ class Shape:
 
         With checkpointing these are what enters each block, one block's own, and the logits of a part of the loss.
         """
-        return self._ends_bytes + self._step.fixed_bytes + self._step.token_bytes(tokens)
+        return self._ends_bytes + self._step.fixed_bytes + self.token_bytes(tokens)
+
+    def token_bytes(self, tokens: int) -> int:
+        """Its activations alone."""
+        return self._step.token_bytes(tokens)
 
     @property
     def _ends_bytes(self) -> int:
