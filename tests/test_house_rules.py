@@ -206,6 +206,27 @@ def test_nothing_is_too_long(package: str) -> None:
     assert found == []
 
 
+#: A record with more states in truth values than these wants a table of states.
+MOST_FLAGS = 4
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_record_is_a_heap_of_flags(package: str) -> None:
+    """Of fields that others may write: options and messages are frozen."""
+    found = []
+    for module in [each for each in modules() if each.startswith(f"{package}/")]:
+        for record in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8"))):
+            if not isinstance(record, ast.ClassDef) or any(
+                "frozen=True" in ast.unparse(d) for d in record.decorator_list
+            ):
+                continue
+            fields = [node for node in record.body if isinstance(node, ast.AnnAssign)]
+            flags = [node for node in fields if ast.unparse(node.annotation) in ("bool", "bool | None")]
+            if len(flags) > MOST_FLAGS:
+                found.append(f"{module}:{record.lineno}: {record.name} has {len(flags)} flags")
+    assert found == []
+
+
 BRINGS_TORCH = """
 import importlib, sys
 for name in sys.argv[1:]:
