@@ -185,6 +185,7 @@ class NoEntry:
 class NoState(defaultdict[torch.Tensor, Any]):
     """The value of `opt.state`: empty. Writing an entry raises, and so does reading it.
 
+    Each trained parameter is `in` it: else who looks there for what to load, as torchtitan does, would load nothing.
     `planes` is the state of each parameter, by its identity. `was_asked`: somebody wants the state to exist.
     """
 
@@ -195,6 +196,9 @@ class NoState(defaultdict[torch.Tensor, Any]):
         """True: else `torch.distributed.checkpoint` would call `step()` with gradients of zero, to create the state."""
         self.was_asked = True
         return True
+
+    def __contains__(self, parameter: object) -> bool:
+        return isinstance(parameter, torch.Tensor) and parameter.requires_grad and id(parameter) in self.planes
 
     def __missing__(self, parameter: torch.Tensor) -> NoEntry:
         return NoEntry(self.planes.get(id(parameter), ()))

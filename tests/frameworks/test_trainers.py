@@ -6,11 +6,13 @@ differs finds its class, and returns what was trained. docs/trainers.md has the 
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -417,8 +419,11 @@ def litgpt(optim: Any, folder: Path) -> nn.Module:
 
 
 @example("torchtitan", "step")
-def torchtitan(optim: Any, folder: Path) -> nn.Module:
-    """Its optimizers, its rates and its clipping, in its Trainer's order; the Trainer itself needs a GPU."""
+def torchtitan(optim: Any, folder: Path, *, resumes: bool = False) -> nn.Module:
+    """Its optimizers, its rates and its clipping, in its Trainer's order; the Trainer itself needs a GPU.
+
+    If it `resumes`, the second half of the steps is made by others, which load the state of the first.
+    """
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
     from torchtitan.distributed.utils import clip_grad_norm_
 
@@ -434,10 +439,21 @@ def torchtitan(optim: Any, folder: Path) -> nn.Module:
         ParamGroupConfig(pattern=r".*norm.*", optimizer_name="AdamW", optimizer_kwargs={"lr": LR, "weight_decay": 0.0}),
         ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs={"lr": LR, "weight_decay": 0.1}),
     ]
-    optimizers = Optimizers.Config(param_groups=groups).build(model_parts=[model])
-    rates = LRSchedulersContainer.Config(warmup_steps=5).build(optimizers=optimizers, training_steps=STEPS)
+
+    def made() -> tuple[Any, Any]:
+        optimizers = Optimizers.Config(param_groups=groups).build(model_parts=[model])
+        rates = LRSchedulersContainer.Config(warmup_steps=5).build(optimizers=optimizers, training_steps=STEPS)
+        return optimizers, rates
+
+    optimizers, rates = made()
     for step in range(STEPS):
         optimizers.zero_grad()
+        if resumes and step == STEPS // 2:
+            saved, rate = copy.deepcopy(optimizers.state_dict()), copy.deepcopy(rates.state_dict())
+            assert any(key.endswith("exp_avg") for key in saved), "or nothing would be resumed"
+            optimizers, rates = made()
+            optimizers.load_state_dict(saved)
+            rates.load_state_dict(rate)
         rows = text(step, BATCH, 16)
         model(input_ids=rows, labels=rows).loss.backward()
         clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
@@ -561,6 +577,15 @@ def test_the_bits_of_torchs_optimizer(name: str, tmp_path: Path, caplog: pytest.
     assert differing(got.weights, expected.weights) == []
     said = [record.getMessage() for record in caplog.records if record.name == "hytrain.step.timing"]
     assert {when for line in said for when in re.findall(r"updates begin in (\w+)", line)} == {timing}
+
+
+@pytest.mark.frameworks
+@pytest.mark.filterwarnings("default")  # torch's, of schedulers that are made anew
+@pytest.mark.usefixtures("torchvision_beside_a_torch_for_cpus")
+def test_torchtitan_resumes(tmp_path: Path) -> None:
+    expected, got = (Run(partial(torchtitan, resumes=True), optim, tmp_path) for optim in (reference, hytrain))
+    straight = Run(torchtitan, reference, tmp_path)
+    assert differing(got.weights, expected.weights) == differing(expected.weights, straight.weights) == []
 
 
 def test_the_page_has_the_same_rows() -> None:

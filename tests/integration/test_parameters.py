@@ -649,6 +649,7 @@ def test_the_state_of_a_fresh_one_is_that_before_the_first_step() -> None:
         with hytrain.AdamW(model, LR) as opt:
             assert opt.state_dict()["state"] == {}
             assert opt.state and same(opt.state_dict(), before)
+            assert all((parameter in opt.state) is parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
