@@ -451,14 +451,17 @@ def growing(template: Job) -> list[Job]:
     lengths = [Segment(batch=1, label=label, settle=10, measure=60) for label in (RANDOM, FIRST)]
     options = [system.partition(":")[2] for system in (AUTO, ROAMING)]
     found = [job(base, f"hytrain-growing:{option}", one) for option in options for one in lengths]
-    half = replace(base, sequence=base.sequence // 2)
-    for label, one in zip(FOUR_TIMES, (half, replace(half, sequence=half.sequence // 2, blocks=KEPT)), strict=True):
-        found.append(job(one, "hytrain-growing:auto", Segment(batch=1, label=label, settle=50, measure=10)))
+    found.append(_four_times(replace(base, sequence=base.sequence // 2), FOUR_TIMES[0]))
     return [replace(one, step_s=4 * one.step_s) for one in found]  # a sequence is as long as a batch of eight others
 
 
+def _four_times(base: Job, label: str) -> Job:
+    return job(base, "hytrain-growing:auto", Segment(batch=1, label=label, settle=50, measure=10))
+
+
 def giving_way(template: Job) -> list[Job]:
-    """What others may take of the GPU's memory, and what it costs when nobody does."""
+    """What others may take of the GPU's memory, or a batch that keeps activations; the cost when nobody does."""
+    kept = replace(template, cap_gib=template.cap_gib or 24, sequence=4 * template.sequence, blocks=KEPT)
     beside = Segment(batch=8, label=NEIGHBOUR, settle=AT_REST_STEPS, measure=80)
     steady = Segment(batch=8, label=STEADY, settle=AT_REST_STEPS, measure=40)
     parked = Segment(batch=1, label=PARK, settle=20, measure=10)
@@ -466,6 +469,7 @@ def giving_way(template: Job) -> list[Job]:
         job(template, "hytrain-growing:auto", beside),
         *(job(template, f"{system}:auto", steady) for system in ("hytrain-growing", "hytrain-unserved")),
         job(_shaped(template, "7b"), "hytrain-growing:auto", parked),
+        _four_times(kept, FOUR_TIMES[1]),
     ]
 
 
