@@ -333,7 +333,7 @@ class Build:
 
 
 def _reclaim_library(device: torch.device) -> ctypes.CDLL | None:
-    """What serves torch's allocator of a GPU; None on a CPU, if asked for, or where, with a warning, it cannot be."""
+    """What serves torch's allocator of a GPU; None on a CPU, if turned off, or, with a warning, where it cannot be."""
     if device.type == "cpu" or not serves_allocator() or is_integrated(device):  # there, nothing would be freed
         return None
     try:

@@ -38,7 +38,7 @@ def replays(outputs: Iterable[Tensor], parameters: Iterable[nn.Parameter]) -> bo
 def may_write_again(gradient: Tensor) -> bool:
     """Whether a replay may write a gradient's memory on a GPU while it is still read, as the compiler's graphs do.
 
-    This is `torch._inductor.cudagraph_trees.get_manager`, which takes a lock: hooks ask for each layer.
+    This is `torch._inductor.cudagraph_trees.get_manager`, which takes a lock: hooks ask for each gradient.
     """
     if not torch._C._is_key_in_tls(_OF_GRAPHS):
         return False

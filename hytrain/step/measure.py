@@ -37,7 +37,7 @@ from hytrain.run.trace import NO_STEP, TraceWriter
 from hytrain.step.marks import NoMarks, StepMarks, Waited
 from protocol.messages import LayerTimes
 
-#: A step's marks take the launching thread a millisecond or two.
+#: A step's marks take time of the launching thread.
 MEASURE_EVERY_S: Final = 0.05
 #: The number of steps whose marks may be pending. The measurement of an older step is given up.
 MAX_OPEN_STEPS: Final = 8

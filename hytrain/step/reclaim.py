@@ -3,7 +3,7 @@
     after an update    offer ─▶ its state may leave any time, on whichever thread lacks memory
     before all others  take_back ─▶ it stays
                                └─▶ it has left: from now on it visits the GPU, as after any eviction
-    end of a step      memory is made ready for as much state as a batch twice as large lacks
+    end of a step      memory is made ready for as much state as a step's batch needs
 
 An update comes after all that reads or writes the state. So an event after it is all that has to be awaited, and a
 layer is offered nowhere else.
@@ -125,9 +125,9 @@ class Reclaiming:
             self._evictions.prepare_slots()
 
     def end_step(self, room: Room | None) -> None:
-        """Have memory ready for as much state as a batch twice as large would need to leave.
+        """Have memory ready for as much state as a batch takes. `room`: what there is between two steps.
 
-        `room`: what there is between two steps. What steps have not needed yet is there without.
+        Also where the GPU has as much free: another program may have taken that by the next step.
         """
         self._evictions.end_step(room)
         if room is None or room == self._room:  # as after the last step
@@ -140,7 +140,7 @@ class Reclaiming:
         self._library.hytrain_reclaim_say(self._sentence(room).encode())
         if arenas.is_full:
             return
-        lacking, making = room.needed - room.now - room.free, []
+        lacking, making = room.needed - room.now, []
         positions = self._device.positions
         for layer in sorted(self._layers, key=lambda one: positions[one.lid], reverse=True):
             if lacking <= 0:

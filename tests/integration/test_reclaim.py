@@ -385,13 +385,10 @@ def test_memory_is_made_ready_for_as_much_as_a_batch_takes(budget: Budget) -> No
         train(model, opt, range(2))
         reclaiming, handover, layers = opt._engine.reclaiming, opt._engine._handover, opt._session.layers
         last = max(layers, key=lambda layer: opt._engine._device.positions[layer.lid])
-        reclaiming.end_step(Room(1002, 1001, 1000))
-        handover.wait()
-        assert not any(handover.arenas.kept(layer) for layer in layers), "so much more is free"
-        reclaiming.end_step(Room(1001, 1001, 1000))
+        reclaiming.end_step(Room(1 << 40, 1001, 1000))
         handover.wait()
         assert [layer for layer in layers if handover.arenas.kept(layer) is not None] == [last]
-        reclaiming.end_step(Room(1 << 39, 1 << 39, 1000))
+        reclaiming.end_step(Room(1 << 40, 1 << 39, 1000))
         handover.wait()
         assert all(handover.arenas.kept(layer) is not None for layer in layers)
 
@@ -406,13 +403,13 @@ def test_no_more_memory_is_made_ready_than_was_stated_for_planes(budget: Budget)
             reclaiming, arenas, layers = opt._engine.reclaiming, opt._engine._handover.arenas, opt._session.layers
             layout[0] = 2 * max(layer.layout.nbytes for layer in layers)
             for lacking in (1 << 39, 1 << 38):  # the second time, all that was made is there
-                reclaiming.end_step(Room(lacking, lacking, 1000))
+                reclaiming.end_step(Room(1 << 40, lacking, 1000))
                 opt._engine._handover.wait()
             ready = sum(arenas._needed(layer) for layer in layers if arenas.kept(layer) is not None)
             assert arenas.is_full is (stated is not None)
             assert 0 < ready <= layout[0] if stated else all(arenas.kept(layer) is not None for layer in layers)
             if stated:
-                reclaiming.end_step(Room(1001, 1001, 1000))
+                reclaiming.end_step(Room(1 << 40, 1001, 1000))
                 assert not arenas.is_full, "steps need other memory than before: perhaps there is some now"
 
 
