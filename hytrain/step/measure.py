@@ -97,7 +97,8 @@ class Meter:
         self._entered: set[int] = set()  # layers of a stage, in this step
         self._clock, self._numels, self._trace, self._names = clock, numels, trace, names
         self._marks: Clock | NoMarks = clock  # of this step
-        self._chosen_s, self._last = -math.inf, -1  # when the last one was chosen that is measured; and which one
+        self._chosen_s = -math.inf  # when the last one was chosen that is measured
+        self._skipped: deque[int] = deque(maxlen=MAX_OPEN_STEPS)  # the last ones that were not
         self._open: deque[StepMarks] = deque(maxlen=MAX_OPEN_STEPS)
         self._now = StepMarks(0)
         self._turning = threading.Lock()  # another thread reports copies
@@ -254,14 +255,15 @@ class Meter:
         return self.times
 
     def _end_marks(self) -> list[tuple[str, tuple[int, ...], int, Span]]:
-        """Keep the step's marks if it was measured. If not, return the spans that belong to the last one that was."""
+        """Keep the step's marks if it was measured. If not, return the spans that belong to steps that were."""
         now, is_measured = self._now, self._marks is self._clock
-        steps, spans = {self._last, now.step if is_measured else None}, now.spans
-        now.spans = [span for span in spans if span[2] in steps]
-        self._marks.recycle([mark for *_, step, span in spans if step not in steps for mark in span])
+        if not is_measured:
+            self._skipped.append(now.step)
+        spans, skipped = now.spans, self._skipped
+        now.spans = [span for span in spans if span[2] not in skipped]
+        self._marks.recycle([mark for *_, step, span in spans if step in skipped for mark in span])
         if is_measured:
             self._open.append(now)
-            self._last = now.step
             return []
         later, now.spans = now.spans, []
         self._marks.recycle(now.marks())
