@@ -21,10 +21,11 @@ if not hasattr(_protocol, "HYTRAIN"):
 if TYPE_CHECKING:
     from hytrain.errors import HyTrainError
     from hytrain.model.blueprint import deferred_init
+    from hytrain.model.split_batch import split_batch
     from hytrain.optim import SGD, Adam, AdamW, Lion, Muon
 
 __version__ = "0.1.0"
-__all__ = ["SGD", "Adam", "AdamW", "HyTrainError", "Lion", "Muon", "__version__", "deferred_init"]
+__all__ = ["SGD", "Adam", "AdamW", "HyTrainError", "Lion", "Muon", "__version__", "deferred_init", "split_batch"]
 
 _HOMES = {
     "Adam": "hytrain.optim",
@@ -34,6 +35,7 @@ _HOMES = {
     "Lion": "hytrain.optim",
     "Muon": "hytrain.optim",
     "deferred_init": "hytrain.model.blueprint",
+    "split_batch": "hytrain.model.split_batch",
 }
 
 

@@ -20,6 +20,7 @@ class StepMemory(NamedTuple):
     """Of a model whose blocks have `block_numel` parameters. `width`: bytes of a weight, and of an activation.
 
     `keeps`: blocks keep their activations for backward. `on_host`: what enters blocks goes to host memory meanwhile.
+    `parts`: of the batch, which blocks compute one after another.
     """
 
     hidden: int
@@ -31,6 +32,7 @@ class StepMemory(NamedTuple):
     loss_chunks: int = 1
     keeps: bool = False
     on_host: bool = False
+    parts: int = 1
 
     @property
     def fixed_bytes(self) -> int:
@@ -41,7 +43,7 @@ class StepMemory(NamedTuple):
         of_block = self.width * tokens * (8 * self.hidden + 3 * self.intermediate)
         entering = 0 if self.on_host else self.width * tokens * self.hidden * self.blocks
         kept = of_block * self.blocks if self.keeps and not self.on_host else entering
-        return kept + 2 * of_block + LOGIT_BYTES * tokens * self.vocabulary // self.loss_chunks
+        return kept + 2 * of_block // self.parts + LOGIT_BYTES * tokens * self.vocabulary // self.loss_chunks
 
     def most_tokens(self, free_bytes: int) -> int:
         """How many fit into so much."""

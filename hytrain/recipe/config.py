@@ -134,6 +134,7 @@ class Model(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     autocast: bool = False  # forward and backward in bfloat16, parameters in float32
     gradient_checkpointing: bool = False
+    split_batch: Positive = 1  # parts of the batch that each block computes one after another
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:

@@ -270,6 +270,7 @@ def _step_memory(recipe: Recipe, hf: Any, model: nn.Module) -> StepMemory | None
         loss_chunks=recipe.train.loss_chunks,
         keeps=not recipe.model.gradient_checkpointing,
         on_host=recipe.optimizer.offload_activations,
+        parts=recipe.model.split_batch,
     )
 
 

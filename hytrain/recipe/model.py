@@ -24,6 +24,7 @@ from hytrain.errors import ConfigError
 from hytrain.model.blueprint import Blueprint
 from hytrain.model.deferred import recording
 from hytrain.model.layers import find_blocks
+from hytrain.model.split_batch import split_batch
 from hytrain.recipe import config, sharding
 from hytrain.recipe.config import suggestion
 from hytrain.recipe.sharding import inference
@@ -143,6 +144,8 @@ def _prepared(module: Any, model: config.Model) -> Any:
         # Transformers 5 has renamed the method and warns about the old name.
         enable = getattr(module, "activation_checkpointing_enable", None) or module.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+    if model.split_batch > 1:
+        split_batch(module, model.split_batch)
     module.train()
     return module
 

@@ -43,20 +43,30 @@ Place = tuple[OffloadedBlock, bool]
 
 
 class Order:
-    """In which order blocks are needed: what came after a block in the step before comes after it again."""
+    """In which order blocks are needed: what came after a block in the step before comes after it again.
+
+    A block that computes in parts of the batch is entered several times in a row in forward. In backward it stays from
+    the first part to the last gradient.
+    """
 
     def __init__(self, blocks: Sequence[OffloadedBlock]) -> None:
         ways = [(block, False) for block in blocks] + [(block, True) for block in reversed(blocks)]
         self._next: dict[Place, Place] = dict(zip(ways, ways[1:] + ways[:1], strict=True))
         self.last: Place | None = None
+        self._times, self._in_a_row = 0, dict[Place, int]()  # that `last` was entered; and others in the step before
 
     def come_to(self, place: Place) -> None:
-        if self.last is not None and self.last != place:
-            self._next[self.last] = place
-        self.last = place
+        if self.last != place:
+            if self.last is not None:
+                self._next[self.last], self._in_a_row[self.last] = place, self._times
+            self.last, self._times = place, 0
+        self._times += 1
 
     def after(self, place: Place) -> Place:
-        return self._next[place]
+        """The same block, if its forward is expected to be entered again at once."""
+        block, in_backward = place
+        again = not place[1] and self.last == place and self._times < self._in_a_row.get(place, 1)
+        return place if again else self._next[place]
 
     def soon(self, place: Place, room_bytes: int) -> list[OffloadedBlock]:
         """The offloaded blocks that are needed from `place` on, in their order, as many as have room."""

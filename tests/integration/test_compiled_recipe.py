@@ -58,9 +58,10 @@ def compiled_by(backend: str, monkeypatch: pytest.MonkeyPatch) -> CompileCounter
     [
         ({"k": 0.4}, ()),
         ({"k": 0.0, "visit": 0.5, "offload_weights": 1.0}, ("model.gradient_checkpointing=true",)),
+        ({"k": 0.0, "offload_weights": 1.0}, ("model.gradient_checkpointing=true", "model.split_batch=2")),
         ({"k": 0.4, "offload_activations": True}, ("model.gradient_checkpointing=true",)),
     ],
-    ids=["resident", "offloaded, recomputed", "offloaded, recomputed"],
+    ids=["resident", "offloaded, recomputed", "in parts", "offloaded activations"],
 )
 def test_the_bits_of_torchs_adamw(
     backend: str, options: dict[str, Any], overrides: tuple[str, ...], recipe: Path, monkeypatch: pytest.MonkeyPatch
