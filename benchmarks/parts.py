@@ -97,6 +97,8 @@ EAGER, COMPILED = "eager", "compiled blocks"
 KEPT, GRAPHED = "eager, activations kept", "CUDA graphs, activations kept"
 #: The whole model given to torch.compile, its activations kept.
 WHOLE: Final = "whole model compiled"
+#: Each block computes one sequence after another, before the next block begins; and a backward for each sequence.
+IN_PARTS, ONE_BY_ONE = "blocks in parts", "a backward for each sequence"
 #: What the part "growing" measures.
 RANDOM, FIRST = "lengths at random", "the same, the longest first"
 #: With blocks that are computed again in backward, and with activations that are kept.
@@ -227,6 +229,7 @@ KNOWN: Final = {
     "torch": Known(15, 0.6, "in fp32"),
     "hytrain": Known(22, 0.6),
     "hytrain-unaware": Known(22, 0.6),
+    "hytrain-accumulating": Known(22, 2.4),
     "no-offload-muon": Known(15, 1.0, "Muon"),
     "hytrain-muon": Known(22, 1.0, "Muon"),
     "torchao-fp32": Known(20, 1.4),
@@ -554,6 +557,15 @@ def home(template: Job) -> list[Job]:
     ]
 
 
+def in_parts(template: Job) -> list[Job]:
+    """Offloaded weights below 12 GiB, fetched for each of eight sequences or once for all of them."""
+    base = replace(_shaped(template, "7b"), cap_gib=template.cap_gib or 12)
+    options = ROAMING.partition(":")[2]
+    each = job(base, f"hytrain-accumulating:{options}", Segment(batch=8, label=ONE_BY_ONE, settle=16, measure=6))
+    whole = job(replace(base, blocks=IN_PARTS), ROAMING, Segment(batch=8, label=IN_PARTS, settle=32, measure=10))
+    return [replace(one, start_s=one.start_s + 35, step_s=2 * one.step_s) for one in (each, whole)]
+
+
 def long(template: Job) -> list[Job]:
     """Long sequences below 24 GiB: with activations in host memory, and with those on the GPU."""
     base = replace(_shaped(template, "llama3-8b"), cap_gib=template.cap_gib or 24)
@@ -704,6 +716,7 @@ PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     # room below the lowest cap.
     "frontier_10b": partial(frontier, shape="10b", caps=CAPS, peers=(LEANEST,), start_s=55, times=2.6),
     "home": home,
+    "in_parts": in_parts,
     "long": long,
     "largest": largest,
     "cpu": _plain("torch", "hytrain:0", AUTO),

@@ -34,12 +34,13 @@ from torch import Tensor, nn
 from benchmarks import graphs, idle, ranks, saving, text
 from benchmarks.host import gpu_peak_bytes, used_bytes
 from benchmarks.monitors import Monitors
-from benchmarks.parts import COMPILED, GRAPHED, KEPT, ON_META, SHAPES, WHOLE, Job, Segment
+from benchmarks.parts import COMPILED, GRAPHED, IN_PARTS, KEPT, ON_META, SHAPES, WHOLE, Job, Segment
 from benchmarks.power import Power
 from benchmarks.rows import times_of
 from benchmarks.systems import SYSTEMS, Running, Setting, Training, Unavailable
 from hytrain import deferred_init
 from hytrain.model.layers import find_blocks
+from hytrain.model.split_batch import split_batch
 from hytrain.run.environment import gpu_uuid
 
 #: A segment with patience is measured once k was the same for so many steps and no layer moved in them. The planner
@@ -174,6 +175,8 @@ def build_model(job: Job, dtype: str) -> nn.Module:
     if job.blocks == COMPILED:
         for block in find_blocks(model):
             block.compile(dynamic=False)  # kernels of each batch size
+    if job.blocks == IN_PARTS:
+        split_batch(model, job.segments[0].batch)
     if job.blocks == WHOLE:
         model.compile(dynamic=False)
     if job.blocks == GRAPHED:

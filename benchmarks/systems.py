@@ -212,12 +212,12 @@ def hytrain_adamw(
     *,
     use_muon: bool = False,
     loop_clips: bool = False,
-    **pipeline: Any,
+    **more: Any,
 ) -> Running:
     """The same loop with HyTrain's optimizer, which clips unless `loop_clips`; option "serial": nothing overlaps."""
     import hytrain
 
-    options = {**parse_options(setting.option), **pipeline}
+    options = {**parse_options(setting.option), **more}
     if setting.job.cap_gib and not setting.job.ranks:
         options["device"] = setting.job.device
     if setting.clip and not loop_clips:
@@ -229,6 +229,20 @@ def hytrain_adamw(
     saving = checkpoints.of_a_recipe(model, optimizer)
     step = plain_step(model, optimizer, setting.clip if loop_clips else 0.0, run=run)
     return Running(step, optimizer, saving=saving)
+
+
+def accumulating(model: nn.Module, setting: Setting) -> Running:
+    """The same with a backward for each sequence of the batch, whose gradients are summed."""
+
+    def run(model: nn.Module, batch: Tensor) -> Tensor:
+        losses = []
+        for sequence in batch.split(1):
+            loss = loss_of(model, sequence) / len(batch)
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    return hytrain_adamw(model, setting, run, grad_accumulation=setting.batch)
 
 
 def parse_options(text: str) -> dict[str, Any]:
@@ -378,6 +392,7 @@ SYSTEMS: Final[dict[str, System]] = {
     "no-offload-muon": System(partial(no_offload, use_muon=True)),
     "hytrain-muon": System(partial(hytrain_adamw, use_muon=True)),
     "hytrain-unaware": System(partial(hytrain_adamw, loop_clips=True)),
+    "hytrain-accumulating": System(accumulating),
     "torchao-fp32": System(torchao, dtype="float32", cuda_only=True),
     "torchao-bf16": System(torchao, cuda_only=True),
     **{f"deepspeed-{zero}": System(partial(deepspeed, zero=zero), cuda_only=True) for zero in _ZERO},
