@@ -75,7 +75,7 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 #: Where, its name there, and the faulty code. What it replaces is its first argument.
 Patch = tuple[Any, str, Callable[..., Any]]
-FOUND = (Violation, InvalidTransition, OwnershipError, AssertionError)
+FOUND = (Violation, InvalidTransition, OwnershipError, AssertionError, ValueError)
 
 
 def search(*patches: Patch, share: float = 0.0) -> None:
@@ -300,7 +300,7 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     ),
     "copies weights unasked": (UNASKED, "I1|I2"),
     "hands over while updating": ([NO_PATIENCE], "handover to (.pu|visit) while|started with"),
-    "hands over while updating, unguarded": ([NO_PATIENCE, PLACED], "while|I2|I3|started with"),
+    "hands over while updating, unguarded": ([NO_PATIENCE, PLACED], "while|I1|I2|I3|started with"),
     "reads state before the update": (TO_BEGIN, f"{LEFTOVERS}|I3: .* in the middle|I2: .* given up"),
     "updates before the state is there": ([(Streams, "land", lands_all_but("state"))], LEFTOVERS),
     "takes over before the copy": ([(Handover, "_place", places_before_the_copy)], LEFTOVERS),
@@ -323,7 +323,7 @@ FAULTS: dict[str, tuple[list[Patch], str]] = {
     OFFLOADED + "frees what is read": ([(Offload, "_users", nobody)], "I1"),
     OFFLOADED + "closes before the fetch": ([(handover, "_clear_up", closes_before_the_fetch)], "I2: .* given up"),
     OFFLOADED + "updates what is away": ([(Offload, "before_update", nothing)], f"I1|{LEFTOVERS}"),
-    "the last plan counts": ([(PlanBook, "planned", only_the_last_counts)], "cannot go to"),
+    "the last plan counts": ([(PlanBook, "planned", only_the_last_counts)], "cannot go to|already has them"),
 }
 
 

@@ -528,6 +528,23 @@ def test_a_step_that_is_drawn_has_no_gaps(tmp_path: Path, clock: FakeClock, time
     assert [ended_s for _, ended_s, _ in parts[:-1]] == [began_s for began_s, _, _ in parts[1:]]
 
 
+def test_one_launch_that_updates_several_layers(tmp_path: Path, clock: FakeClock, timeline: Meter) -> None:
+    """Each has its part by its size, and none of it is backward's."""
+    meter_forward(timeline, clock, (0,), 0.0, 0.0)
+    meter_forward(timeline, clock, (1, 2), 1.0, 1.0)
+    for lid, at_s in ((2, 4.0), (1, 5.0), (0, 6.0)):
+        meter_backward(timeline, clock, lid, at_s)
+    timeline.span("gpu_update_s", (0, 2), 0, clock.span(7.0, 11.0))
+    times = end(timeline, clock, 0, 12.0)
+    first_s = 4.0 * NUMELS[0] / (NUMELS[0] + NUMELS[2])
+    parts = [pytest.approx(first_s), None, pytest.approx(4.0 - first_s)]
+    assert [times[lid].gpu_update_s for lid in (0, 1, 2)] == parts
+    assert [times[lid].backward_s for lid in (0, 1)] == [1.0, 1.0]
+    timeline.close()
+    drawn = {span["args"]["lid"]: seconds(span) for span in spans(tmp_path) if span["args"].get("kind") == "update"}
+    assert drawn == {0: pytest.approx((7.0, 7.0 + first_s)), 2: pytest.approx((7.0 + first_s, 11.0))}
+
+
 def test_copies_are_noted_by_another_thread() -> None:
     """None is lost or noted twice while steps end, however many have ended before it is noted."""
     clock = HostClock()

@@ -286,7 +286,9 @@ def bits(planes: Planes) -> dict[str, Any]:
      ("lone", "bfloat16"), ("bfloat16", "float8")],
 )  # fmt: skip
 def test_segments_of_one_launch_have_the_bits_of_launches_of_their_own(dtype: str, moments: str, offset: int) -> None:
-    """Gradients come in six places, weights move, one update is on another stream, and one skipped by its verdict."""
+    """The segments of three layers. Gradients come in six places, weights move, one update is on another stream, and
+    one skipped by its verdict. In one step the layers are in another order, and in one without the first of them.
+    """
     from hytrain.kernels import gpu
 
     generator = torch.Generator().manual_seed(3)
@@ -294,7 +296,8 @@ def test_segments_of_one_launch_have_the_bits_of_launches_of_their_own(dtype: st
     each = [of(torch.randn(numel, generator=generator), dtype, moments) for numel in numels]
     together, alone = ([planes.map(lambda plane: shifted(plane, offset)) for planes in each] for _ in range(2))
     elements = [elements_from(100 * i, numel, KEY + i) for i, numel in enumerate(numels)]
-    launch = launch_of(together, elements)
+    layers = [range(2), range(2, 4), range(4, 5)]
+    rows = [rows_of([together[i] for i in of], [elements[i] for i in of]) for of in layers]
     like = [planes.weights for planes in together]
     places = [[torch.empty_like(weights) for weights in like] for _ in range(6)]
     other = torch.cuda.Stream()
@@ -309,9 +312,12 @@ def test_segments_of_one_launch_have_the_bits_of_launches_of_their_own(dtype: st
         verdict = None if factor is None else torch.tensor(factor, device="cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(other if step == 6 else torch.cuda.current_stream()):
-            launch.update(places[place], scalars(HYPER, step), verdict)
+            order = {8: [2, 0, 1], 9: [1, 2]}.get(step, [0, 1, 2])
+            grads = [places[place][i] for layer in order for i in layers[layer]]
+            gpu.update_rows([rows[layer] for layer in order], grads, scalars(HYPER, step), verdict)
         torch.cuda.synchronize()
-        for planes, mine, of_parameter in zip(alone, places[place], elements, strict=True):
+        updated = sorted(i for layer in order for i in layers[layer])
+        for planes, mine, of_parameter in [(alone[i], places[place][i], elements[i]) for i in updated]:
             gpu.update(
                 **planes.arguments(),
                 grads=mine,
@@ -323,10 +329,10 @@ def test_segments_of_one_launch_have_the_bits_of_launches_of_their_own(dtype: st
             assert bits(planes) == bits(expected)
 
 
-def launch_of(each: list[Planes], elements: list[Elements]) -> Any:
+def rows_of(each: list[Planes], elements: list[Elements]) -> Any:
     from hytrain.kernels import gpu
 
-    return gpu.Launch(
+    return gpu.Rows(
         [planes.weights for planes in each],
         [planes.remainder for planes in each],
         [(planes.exp_avg, planes.exp_avg_sq) for planes in each],
@@ -347,15 +353,17 @@ def test_gradients_that_alternate_between_two_places_have_two_tables(monkeypatch
 
     monkeypatch.setattr(gpu, "on_device", noted)
     planes = of(torch.randn(64), "bfloat16", "float32").map(Tensor.cuda)
-    launch = launch_of([planes], [elements_from(0, 64, KEY)])
+    rows = rows_of([planes], [elements_from(0, 64, KEY)])
     places = [torch.zeros_like(planes.weights) for _ in range(2)]
     for step in range(1, 9):
-        launch.update([places[step % 2]], scalars(HYPER, step))
-    assert [tensor.dtype for tensor in made].count(torch.int64) == 2
+        gpu.update_rows([rows], [places[step % 2]], scalars(HYPER, step))
+    assert [tensor.dim() for tensor in made].count(2) == 2
 
 
 @pytest.mark.gpu
 def test_gradients_of_one_launch_have_the_weights_lengths() -> None:
-    launch = launch_of([of(torch.randn(64), "bfloat16", "float32").map(Tensor.cuda)], [elements_from(0, 64, KEY)])
+    from hytrain.kernels import gpu
+
+    rows = rows_of([of(torch.randn(64), "bfloat16", "float32").map(Tensor.cuda)], [elements_from(0, 64, KEY)])
     with pytest.raises(ValueError, match="of one length"):
-        launch.update([torch.zeros(63, dtype=torch.bfloat16, device="cuda")], scalars(HYPER, 1))
+        gpu.update_rows([rows], [torch.zeros(63, dtype=torch.bfloat16, device="cuda")], scalars(HYPER, 1))

@@ -4,8 +4,8 @@ The trainer calls on a stream of its choice once gradients are ready. The bits a
 change owners during a run. Triton is imported at the first call.
 
     update            one segment, or a part of one
-    Launch.update     all segments of a layer that have the same scalars, in one launch: small ones take as long as
-                      their launches do
+    update_rows       all segments that have the same scalars, of one layer or several, in one launch: small ones take
+                      as long as their launches do
 
 At each launch Triton looks up the compiled kernel for the arguments, which takes several times as long as the launch.
 This module caches compiled kernels by the properties that matter for these kernels.
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import accumulate
-from typing import Any, Final
+from itertools import accumulate, count
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,9 +42,10 @@ _MASK = 0xFFFFFFFF
 _COLUMNS: Final = 3 + MOST_MOMENTS + 6
 _DTYPES_OF_ROWS: Final = ("WEIGHTS", "GRADS", "REMAINDER", "MOMENTS")
 _OF_ROWS: Final = len(_DTYPES_OF_ROWS) + 2  # constants that only the kernel of rows has
-TABLES: Final = 4  # kept by a launch: torch's allocator may give gradients the same places in every second step only
+TABLES: Final = 4  # kept of launches: torch's allocator may give gradients the same places in every second step only
 ALIGNMENT = 16  # bytes; for multiples of it, Triton compiles a separate kernel with wider loads
 _compiled: dict[tuple[object, ...], Any] = {}
+_numbers = count()
 
 
 def update(
@@ -88,12 +89,10 @@ def update(
     _compiled[kind] = kernel_of[(grid,)](*planes, numel, *numbers, judge, **constants, **OPTIONS)
 
 
-class Launch:
-    """Updates of several segments in one launch. Their planes have the same dtypes, and all of them the same `fuses`.
+class Rows:
+    """Segments whose planes have the same dtypes, and all of them the same `fuses`, for launches of `update_rows`.
 
-    The kernel finds planes and elements in a table on the device: a row for each segment. State stays where it is; if
-    weights and gradients are where they were in one of the last updates, its table serves again. `row_of_program` says
-    which segment each program of the launch updates.
+    State stays where it is. Tables that were laid out, and kernels, are kept with the first rows of a launch.
     """
 
     def __init__(
@@ -104,88 +103,106 @@ class Launch:
         elements: Sequence[Elements],
     ) -> None:
         """For each segment the tensors that `update` takes, and which elements they are. None is empty."""
-        self._weights, self._remainders, self._moments, self._elements = weights, remainders, moments, elements
-        self._device = weights[0].device
-        self._lone = remainders[0] is None and weights[0].dtype == torch.bfloat16
-        state = [
-            addresses((rest, *given, *(rest,) * (MOST_MOMENTS - len(given))))
-            for given, rest in zip(moments, self._rests(), strict=True)
-        ]
-        programs = [(plane.numel() + BLOCK - 1) // BLOCK for plane in weights]
-        begins = list(accumulate(programs, initial=0))
-        self._grid = begins.pop()
-        self._fixed = [
-            (one, plane.numel(), of.in_vectors(plane.numel()), of.first & _MASK, begin)
-            for one, plane, of, begin in zip(state, weights, elements, begins, strict=True)
-        ]
-        self._rows = torch.repeat_interleave(torch.tensor(programs, device="cpu")).to(torch.int32)
-        self._rounds = self._lone or bool(moments[0]) and moments[0][0].dtype != torch.float32
-        self._row_of_program: dict[int, Tensor] = {}  # by stream, since another one may not wait for its copy
-        self._tables: dict[tuple[object, ...], tuple[Tensor, bool]] = {}  # by addresses; and whether those are aligned
-        self._kernels: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}  # by kind, with last arguments
-
-    def _rests(self) -> list[Tensor]:
-        """What stands for the remainder: weights that are their own masters."""
-        return [own if rest is None else rest for own, rest in zip(self._weights, self._remainders, strict=True)]
-
-    def update(self, grads: Sequence[Tensor], scalars: Scalars, verdict: Tensor | None = None) -> None:
-        """Update all segments in place, on their device's current stream. `grads` has each one's, as for `update`."""
-        kernel, stream = scalars.kernel, torch._C._cuda_getCurrentRawStream(self._device.index)
-        at = addresses((*self._weights, *grads))
-        known = stream, scalars.step if self._rounds else 0, kernel, *at
-        if (found := self._tables.get(known)) is None:
-            for weights, mine, rest, moments in zip(self._weights, grads, self._remainders, self._moments, strict=True):
-                _check(weights, mine, rest, moments, kernel)
-            if len(self._tables) == TABLES:
-                del self._tables[next(iter(self._tables))]
-            found = self._tables[known] = self._lay_out(at, scalars.step)
-            if stream not in self._row_of_program:
-                self._row_of_program[stream] = on_device(self._rows, self._device)
-        else:
-            assert all([mine.shape == own.shape for mine, own in zip(grads, self._weights, strict=True)])
-        table, is_aligned = found
-        judge, kind = table if verdict is None else verdict, (kernel, verdict is not None, grads[0].dtype, is_aligned)
-        arguments = (table, self._row_of_program[stream], *_all_scalars(scalars), judge)
-        with torch.cuda.device(self._device):
-            if (compiled := self._kernels.get(kind)) is None:
-                self._kernels[kind] = self._launch_first(kind, grads[0], arguments)
-            else:
-                compiled[0](*arguments, *compiled[1], stream=stream)
-
-    def _launch_first(self, kind: tuple[object, ...], mine: Tensor, arguments: Any) -> tuple[Any, tuple[object, ...]]:
-        """Launch the kernel of this kind, compiled if no other launch had it. Returns it, with its last arguments."""
-        rule, judged, _, is_aligned = kind
-        first, given, rest = self._weights[0], self._moments[0], self._rests()[0]
-        constants = {
-            "RULE": rule,
-            "JUDGED": judged,
-            "LONE": self._lone,
-            "FUSES": self._elements[0].fuses,
-            "BLOCK": BLOCK,
-        }
-        last = (*constants.values(), *(None,) * _OF_ROWS)
-        which = (self._device, *last, first.dtype, mine.dtype, given[0].dtype if given else None, is_aligned)
-        if (compiled := _compiled.get(which)) is not None:
-            compiled[self._grid, 1, 1](*arguments, *last)
-        else:
-            elements = map(_element, (first, mine, rest, (*given, rest)[0]))
-            constants |= dict(zip(_DTYPES_OF_ROWS, elements, strict=True))
-            constants |= {"ALIGNED": is_aligned, "COLUMNS": _COLUMNS}
-            compiled = _kernels().update_rows_kernel[(self._grid,)](*arguments, **constants, **OPTIONS)
-            _compiled[which] = compiled
-        return compiled[self._grid, 1, 1], last
-
-    def _lay_out(self, at: Sequence[int], step: int) -> tuple[Tensor, bool]:
-        """A new table, since launches may still read the others."""
-        count = len(self._fixed)
-        rows = [
-            (own, mine, *state, numel, in_vectors, first, *(seeds(of.key, step) if self._rounds else (0, 0)), begin)
-            for (state, numel, in_vectors, first, begin), of, own, mine in zip(
-                self._fixed, self._elements, at[:count], at[count:], strict=True
+        self.weights, self.remainders, self.moments, self.elements = weights, remainders, moments, elements
+        self.number = next(_numbers)
+        self.lone = remainders[0] is None and weights[0].dtype == torch.bfloat16
+        self.rests = [own if rest is None else rest for own, rest in zip(weights, remainders, strict=True)]
+        self.rounds = self.lone or bool(moments[0]) and moments[0][0].dtype != torch.float32
+        self.programs = [(plane.numel() + BLOCK - 1) // BLOCK for plane in weights]
+        self.fixed = [
+            (
+                *addresses((rest, *given, *(rest,) * (MOST_MOMENTS - len(given)))),
+                own.numel(),
+                of.in_vectors(own.numel()),
             )
+            for own, given, rest, of in zip(weights, moments, self.rests, elements, strict=True)
         ]
-        is_aligned = all(plane % ALIGNMENT == 0 for row in rows for plane in row[: 3 + MOST_MOMENTS])
-        return on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), self._device), is_aligned
+        self.tables: dict[tuple[object, ...], _Table] = {}
+        self.row_of_program: tuple[tuple[object, ...], Tensor] | None = None  # of the last launch, and whose it was
+        self.kernels: dict[tuple[object, ...], tuple[Any, tuple[object, ...]]] = {}  # by kind, with last arguments
+
+
+class _Table(NamedTuple):
+    """What a launch reads: a row for each segment; which segment each of its programs updates; how many those are."""
+
+    rows: Tensor
+    row_of_program: Tensor
+    grid: int
+    is_aligned: bool
+
+
+def update_rows(
+    parts: Sequence[Rows], grads: Sequence[Tensor], scalars: Scalars, verdict: Tensor | None = None
+) -> None:
+    """Update all segments of rows in place, in one launch on their device's current stream.
+
+    All rows have the same dtypes and `fuses`. `grads` has a gradient for each segment in turn, as `update` takes it. If
+    weights and gradients are where they were in one of the last launches, its table serves again.
+    """
+    first, kernel = parts[0], scalars.kernel
+    device = first.weights[0].device
+    stream, whose = torch._C._cuda_getCurrentRawStream(device.index), tuple([part.number for part in parts])
+    at = addresses([*[own for part in parts for own in part.weights], *grads])
+    known = stream, scalars.step if first.rounds else 0, kernel, whose, *at
+    if (table := first.tables.get(known)) is None:
+        _check_rows(parts, grads, kernel)
+        if len(first.tables) == TABLES:
+            del first.tables[next(iter(first.tables))]
+        table = first.tables[known] = _lay_out(parts, at, scalars.step, (stream, whose))
+    else:
+        own = [weights.shape for part in parts for weights in part.weights]
+        assert all([mine.shape == shape for mine, shape in zip(grads, own, strict=True)])
+    judge = table.rows if verdict is None else verdict
+    kind = kernel, verdict is not None, grads[0].dtype, table.is_aligned, table.grid
+    arguments = (table.rows, table.row_of_program, *_all_scalars(scalars), judge)
+    with torch.cuda.device(device):
+        if (compiled := first.kernels.get(kind)) is None:
+            first.kernels[kind] = _launch_first(first, kind, grads[0], arguments)
+        else:
+            compiled[0](*arguments, *compiled[1], stream=stream)
+
+
+def _check_rows(parts: Sequence[Rows], grads: Sequence[Tensor], kernel: str) -> None:
+    planes = [one for part in parts for one in zip(part.weights, part.remainders, part.moments, strict=True)]
+    for (weights, rest, moments), mine in zip(planes, grads, strict=True):
+        _check(weights, mine, rest, moments, kernel)
+
+
+def _launch_first(rows: Rows, kind: tuple[object, ...], mine: Tensor, arguments: Any) -> tuple[Any, tuple[object, ...]]:
+    """Launch the kernel of this kind, compiled if no other launch had it. Returns it, with its last arguments."""
+    rule, judged, _, is_aligned, grid = kind
+    weights, given, rest = rows.weights[0], rows.moments[0], rows.rests[0]
+    constants = {"RULE": rule, "JUDGED": judged, "LONE": rows.lone, "FUSES": rows.elements[0].fuses, "BLOCK": BLOCK}
+    last = (*constants.values(), *(None,) * _OF_ROWS)
+    which = (weights.device, *last, weights.dtype, mine.dtype, given[0].dtype if given else None, is_aligned)
+    if (compiled := _compiled.get(which)) is not None:
+        compiled[grid, 1, 1](*arguments, *last)
+    else:
+        elements = map(_element, (weights, mine, rest, (*given, rest)[0]))
+        constants |= dict(zip(_DTYPES_OF_ROWS, elements, strict=True))
+        constants |= {"ALIGNED": is_aligned, "COLUMNS": _COLUMNS}
+        compiled = _kernels().update_rows_kernel[(grid,)](*arguments, **constants, **OPTIONS)
+        _compiled[which] = compiled
+    return compiled[grid, 1, 1], last
+
+
+def _lay_out(parts: Sequence[Rows], at: Sequence[int], step: int, whose: tuple[object, ...]) -> _Table:
+    """A new table, since launches may still read the others."""
+    first, programs = parts[0], [count for part in parts for count in part.programs]
+    fixed, elements = [one for part in parts for one in part.fixed], [of for part in parts for of in part.elements]
+    begins, among = list(accumulate(programs, initial=0)), len(programs)
+    grid, device = begins.pop(), first.weights[0].device
+    rows = [
+        (own, mine, *state, of.first & _MASK, *(seeds(of.key, step) if first.rounds else (0, 0)), begin)
+        for own, mine, state, of, begin in zip(at[:among], at[among:], fixed, elements, begins, strict=True)
+    ]
+    is_aligned = all(plane % ALIGNMENT == 0 for row in rows for plane in row[: 3 + MOST_MOMENTS])
+    if first.row_of_program is None or first.row_of_program[0] != whose:  # another stream may not wait for it
+        counts = on_device(torch.tensor(programs, dtype=torch.int64, device="cpu"), device)
+        found = torch.repeat_interleave(counts, output_size=grid).to(torch.int32)
+        first.row_of_program = whose, found
+    table = on_device(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
+    return _Table(table, first.row_of_program[1], grid, is_aligned)
 
 
 def _kernels() -> Any:

@@ -277,7 +277,7 @@ def update_rows_kernel(
     WEIGHTS: tl.constexpr, GRADS: tl.constexpr, REMAINDER: tl.constexpr, MOMENTS: tl.constexpr,
     ALIGNED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Several segments with the same scalars, each in a row of a table on the device: see `gpu.Launch`."""
+    """Several segments with the same scalars, each in a row of a table on the device: see `gpu.update_rows`."""
     program = tl.program_id(0)
     row = rows + tl.load(row_of_program + program).to(tl.int64) * COLUMNS
     weights = _plane(row, 0, WEIGHTS, ALIGNED)

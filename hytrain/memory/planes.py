@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hytrain.errors import CapacityError
 from hytrain.kernels.backend import Backend, Elements
-from hytrain.kernels.gpu import Launch
+from hytrain.kernels.gpu import Rows, update_rows
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
 from hytrain.memory.arena import ArenaFile, Mapping, Memory, free_pages
@@ -26,7 +26,7 @@ from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
 from hytrain.tensors import count_write, holders, in_one_piece
 from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, plane_dtype
 from protocol.messages import Segment
-from protocol.rules import MOMENTS, ON_DEVICE
+from protocol.rules import MOMENTS
 
 #: Pages of state that is evicted are made by so many threads: one makes 3 GB of them in a second.
 POPULATING_THREADS: Final = 8
@@ -169,7 +169,7 @@ class DevicePlanes:
         ]
         made = iter(in_one_piece(wanted, device, fresh=fresh))
         self._planes = {plane: [None if dtype is None else next(made) for dtype in of] for plane, of in dtypes.items()}
-        self._known: dict[tuple[int, ...], list[tuple[list[int], Launch]]] = {}
+        self._known: dict[tuple[int, ...], list[tuple[object, list[int], Rows]]] = {}
         for values, remainder in zip(weights, self._planes["remainder"], strict=True):
             if fresh and remainder is not None:
                 clear_remainder(remainder, values)
@@ -188,39 +188,49 @@ class DevicePlanes:
         verdict: Tensor | None = None,
         directions: dict[int, Tensor] | None = None,
     ) -> None:
-        """Update segments on the current stream, or with the `host` backend on device "cpu".
+        """Update segments by passes, on the current stream, or with the `host` backend on device "cpu".
 
         `gradients[i]` is segment i's, shape (numel,). `verdict` is the step's scale on the device: float32, shape ().
         The host backend gets it in `scalars` instead. `directions[i]` is written in place of weights, as `passes` says.
         """
         directions, items = directions or {}, sorted(gradients.items())
         found = {i: as_read(self._segments[i], mine, directions.get(i)) for i, mine in items}
-        weights = [self._weights[i] for i in found]
-        if host is None and scalars.hyper.rule not in ON_DEVICE:
-            for of, launch in self._launches(tuple(found)):
-                launch.update([found[i] for i in of], scalars, verdict)
-        else:
-            for (i, mine), own in zip(found.items(), weights, strict=True):
-                state = [self._planes[plane][i] for plane in STATE_PLANES]
-                for each in passes(self._segments[i], own, mine, scalars, directions.get(i)):
-                    each.run(each.on(state), host, verdict)
+        for i, mine in found.items():
+            state = [self._planes[plane][i] for plane in STATE_PLANES]
+            for each in passes(self._segments[i], self._weights[i], mine, scalars, directions.get(i)):
+                each.run(each.on(state), host, verdict)
         count_write([self._weights[i] for i in found if i not in directions])
 
-    def _launches(self, of: tuple[int, ...]) -> list[tuple[list[int], Launch]]:
-        """The launches that update these segments together: one for those whose planes have the same dtypes."""
+    @staticmethod
+    def update_together(
+        of: Sequence[tuple[DevicePlanes, dict[int, Tensor]]], scalars: Scalars, verdict: Tensor | None = None
+    ) -> None:
+        """The same for several layers on a GPU, in one launch for all segments whose planes have the same dtypes."""
+        alike: dict[object, tuple[list[Rows], list[Tensor]]] = {}
+        for planes, gradients in of:
+            for dtypes, indices, rows in planes._rows(tuple(sorted(gradients))):
+                all_rows, found = alike.setdefault(dtypes, ([], []))
+                all_rows.append(rows)
+                found += [as_read(planes._segments[i], gradients[i], None) for i in indices]
+        for all_rows, found in alike.values():
+            update_rows(all_rows, found, scalars, verdict)
+        count_write([planes._weights[i] for planes, gradients in of for i in gradients])
+
+    def _rows(self, of: tuple[int, ...]) -> list[tuple[object, list[int], Rows]]:
+        """The rows that update these segments, by the dtypes of their planes."""
         if (known := self._known.get(of)) is None:
             alike: dict[object, list[int]] = {}
             for i in of:
                 spec = self._segments[i]
                 dtypes = [plane_dtype(plane, spec) for plane in STATE_PLANES]
                 alike.setdefault((spec.dtype, spec.grads_dtype, spec.fuses, *dtypes), []).append(i)
-            known = self._known[of] = [(indices, self._launch(indices)) for indices in alike.values()]
+            known = self._known[of] = [(dtypes, indices, self._rows_of(indices)) for dtypes, indices in alike.items()]
         return known
 
-    def _launch(self, of: Sequence[int]) -> Launch:
+    def _rows_of(self, of: Sequence[int]) -> Rows:
         specs = [self._segments[i] for i in of]
         moments = [[self._planes[plane][i] for plane in MOMENTS[spec.rule]] for i, spec in zip(of, specs, strict=True)]
-        return Launch(
+        return Rows(
             [self._weights[i] for i in of],
             [self._planes["remainder"][i] for i in of],
             [[moment for moment in own if moment is not None] for own in moments],

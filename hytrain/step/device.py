@@ -1,13 +1,15 @@
 """The updates that the trainer's device makes: at once, with state that visits it, or held until backward is over.
 
-If a step awaits a verdict, all of them are held. So are visits that would only make others wait. The last pass over
-matrices that ranks share is made in `step()`.
+    state rests on the device    held, if there is memory for its gradients until then: all of these in one launch
+    state visits it              at once, which frees its gradients; held, if it would only make others wait
+    the step awaits a verdict    held
+
+The last pass over matrices that ranks share is made in `step()`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import scalars
 from hytrain.memory.clock import Span, Stream
+from hytrain.memory.planes import DevicePlanes
 from hytrain.memory.visits import Visit
 from hytrain.model.block_life import Pin
 from hytrain.model.trained import TrainedLayer
@@ -22,8 +25,18 @@ from hytrain.step.common import Common
 from hytrain.step.late import LateReads
 from hytrain.step.shared import SharedMatrices
 from protocol.handles import STATE_PLANES
-from protocol.rules import Hyper
+from protocol.rules import ON_DEVICE, Hyper
 from protocol.visiting import Turn, put_off
+
+
+class _Due(NamedTuple):
+    """The update of a layer in this step. `stream` has made the gradients of its segments."""
+
+    layer: TrainedLayer
+    step: int
+    counts: tuple[int, ...]
+    gradients: dict[int, Tensor]
+    stream: Stream
 
 
 class _Update(NamedTuple):
@@ -47,8 +60,7 @@ class DeviceUpdates:
         self._shared = shared
         self.positions: Sequence[int] = [layer.spec.position for layer in common.layers]
         self.groups: tuple[Hyper, ...] = ()
-        # The updates until backward is over: the layer, the stream that has made its gradients, and these.
-        self._held: list[tuple[TrainedLayer, Stream, Collection[Tensor], Callable[[], None]]] = []
+        self._held: list[_Due] = []  # until backward is over
         self._put_off: frozenset[int] = frozenset()  # of this step's visits
         self.offer: Callable[[TrainedLayer], None] = lambda layer: None  # its state is used no more in this step
 
@@ -72,26 +84,31 @@ class DeviceUpdates:
 
     def update(self, layer: TrainedLayer, gradients: dict[int, Tensor], stream: Stream) -> None:
         """Update the layer with the gradients of its segments, which `stream`, the current one, has made."""
-        layer.take_back()
-        self.late.keep(layer, gradients)
-        visits = layer.life.placement.visits
-        is_held = self._overlap and (self._verdicts.awaited or (visits and self._puts_off(layer, gradients.values())))
-        update = partial(self._make, layer, self._health.life.step, layer.sent, gradients)
-        if is_held:
-            self._held.append((layer, stream, gradients.values(), update))
+        due = _Due(layer, self._health.life.step, layer.sent, gradients, stream)
+        is_kept, visits = self.late.keep(layer, gradients), layer.life.placement.visits
+        waits = self._puts_off(layer, gradients.values()) if visits else is_kept and not layer.spec.stays_on_device
+        if self._overlap and (waits or self._verdicts.awaited):
+            self._held.append(due)
+            self.offer(layer)
             return
-        update()
-        if visits and self._visits.is_full:
+        self._make(due)
+        if layer.life.placement.visits and self._visits.is_full:
             arrived = self._meter.mark()
             self._visits.make_room()
             self._meter.fetched(layer.lid, arrived)
 
     def update_held(self) -> None:
-        """Make the updates that were held back until now: forward needs the first layers first."""
+        """Make the updates that were held back until now: of visits, forward needs the first layers first."""
         self._visits.begin_put_off()
-        for _, stream, gradients, update in sorted(self._held, key=lambda held: self.positions[held[0].lid]):
-            self._transfers.join([stream], gradients)
-            update()
+        together, others = list[_Due](), list[_Due]()
+        for due in sorted(self._held, key=lambda due: self.positions[due.layer.lid]):
+            self._transfers.join([due.stream], due.gradients.values())
+            due.layer.take_back()  # in the meantime its state may have left
+            alone = due.layer.life.placement.visits or due.layer.spec.stays_on_device
+            (others if alone else together).append(due)
+        self._make_together(together)
+        for due in others:
+            self._make(due)
         self._held.clear()
 
     def _puts_off(self, layer: TrainedLayer, gradients: Collection[Tensor]) -> bool:
@@ -109,8 +126,21 @@ class DeviceUpdates:
         """The factor of gradients, for scalars, or None for a skipped step; on a GPU, the verdict for its kernels."""
         return (1.0, self._verdicts.scale) if self._host is None else (self._verdicts.host_scale(), None)
 
-    def _make(self, layer: TrainedLayer, step: int, counts: tuple[int, ...], gradients: dict[int, Tensor]) -> None:
+    def _make_together(self, dues: Sequence[_Due]) -> None:
+        """The updates of layers whose state rests on the device."""
+        scale, verdict = self._scale() if dues else (None, None)
+        if scale is not None:
+            made = [_Update(due.layer, due.counts, due.gradients, {}, scale, verdict) for due in dues]
+            kind, span = self._update(*made)
+            self._meter.span(kind, tuple([due.layer.lid for due in dues]), dues[0].step, span)
+        for due in dues:
+            if scale is not None:
+                due.layer.note_writes(due.gradients)
+            self.offer(due.layer)
+
+    def _make(self, due: _Due) -> None:
         """The update, or of what ranks share the first pass of it."""
+        layer, step, counts, gradients, _ = due
         scale, verdict = self._scale()
         if scale is None:
             self.offer(layer)
@@ -143,19 +173,28 @@ class DeviceUpdates:
         self.offer(made.layer)
         return measured
 
-    def _update(self, made: _Update) -> tuple[str, Span]:
-        """The state is on the device, or on its way there."""
-        layer, counts, gradients, directions, scale, verdict = made
-        if layer.returned is not None:
-            self._transfers.land(layer.returned)
-            if layer.returned.has_ended:
-                layer.returned = None
+    def _update(self, *updates: _Update) -> tuple[str, Span]:
+        """The state is on the device, or on its way there. They have one scale."""
+        for layer, *_ in updates:
+            if layer.returned is not None:
+                self._transfers.land(layer.returned)
+                if layer.returned.has_ended:
+                    layer.returned = None
         began = self._meter.mark()
-        alike: dict[tuple[int, int], dict[int, Tensor]] = {}
-        for index, gradient in gradients.items():
-            alike.setdefault((layer.segments[index].spec.group, counts[index]), {})[index] = gradient
+        alike = dict[tuple[int, int], dict[int, dict[int, Tensor]]]()
+        for number, (layer, counts, gradients, *_) in enumerate(updates):
+            for index, gradient in gradients.items():
+                of = alike.setdefault((layer.segments[index].spec.group, counts[index]), {})
+                of.setdefault(number, {})[index] = gradient
         for (group, count), of in alike.items():
-            layer.device.update(of, scalars(self.groups[group], count, scale), self._host, verdict, directions)
+            numbers, verdict = scalars(self.groups[group], count, updates[0].scale), updates[0].verdict
+            if self._host is None and numbers.hyper.rule not in ON_DEVICE:
+                parts = [(updates[number].layer.device, gradients) for number, gradients in of.items()]
+                DevicePlanes.update_together(parts, numbers, verdict)
+                continue
+            for number, gradients in of.items():
+                made = updates[number]
+                made.layer.device.update(gradients, numbers, self._host, verdict, made.directions)
         return "gpu_update_s", (began, self._meter.mark())
 
     def _visit(self, made: _Update) -> tuple[str, Span]:

@@ -48,16 +48,17 @@ class LateReads:
         self._budget = inf if room is None else min(room.needed - room.now, room.usable - room.needed + kept)
         self._owned = frozenset([layer.lid for layer in self._layers if isinstance(layer.holds, DevicePlanes)])
 
-    def keep(self, layer: TrainedLayer, gradients: dict[int, Tensor]) -> None:
-        """The GPU updates the layer with these, which nobody else needs after that."""
+    def keep(self, layer: TrainedLayer, gradients: dict[int, Tensor]) -> bool:
+        """The GPU updates the layer with these, which nobody else needs after that. Whether they stay until then."""
         if self._left is None:  # state that has come with this step has taken its memory by now
             states = [(other.lid, other.holds) for other in self._layers]
             came = [at.nbytes for lid, at in states if isinstance(at, DevicePlanes) and lid not in self._owned]
             self._left = self._budget - sum(came)
-        if (nbytes := self._nbytes[layer.lid]) <= self._left:
+        if is_kept := (nbytes := self._nbytes[layer.lid]) <= self._left:
             self._left -= nbytes
             self._kept_bytes += nbytes
             self._kept[layer.lid] = gradients
+        return is_kept
 
     def value(self, parameter: TrainedParameter) -> Tensor | None:
         """A copy of the gradient with which this step updates the parameter, in its shape; None if it is gone.

@@ -28,7 +28,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -318,7 +318,10 @@ class Meter:
             if marks.turns:
                 found.append(interval("backward_s", (lid,), marks.turns[-1], done))
         # A device update follows its layer's mark on the same stream. Without overlap, all follow the last mark.
-        updates = [interval(kind, lids, *span) for kind, lids, _, span in marks.spans if kind == "gpu_update_s"]
+        spans = [
+            part for kind, lids, step, span in marks.spans for part in self._parts(interval(kind, lids, *span, step))
+        ]
+        updates = [one for one in spans if one.kind == "gpu_update_s"]
         updated_s = {update.lids[0]: update.ended_s for update in updates}
         waits = [interval("stall_s", (lid,), *span) for lid, span, _ in marks.fetched]
         for index, (lid, _, waited_for) in enumerate(marks.fetched):
@@ -336,7 +339,18 @@ class Meter:
             found += _without(whole._replace(began_s=after_s) if after_s <= whole.ended_s else whole, coming)
         found += waits
         found += [interval("gather_s", lids, *span) for lids, span in marks.gathers if lids]
-        return found + [interval(kind, lids, *span, step=step) for kind, lids, step, span in marks.spans]
+        return found + spans
+
+    def _parts(self, whole: Interval) -> list[Interval]:
+        """One launch updates several layers in their order: each one's part of it, by its size."""
+        if whole.kind != "gpu_update_s" or len(whole.lids) == 1:
+            return [whole]
+        ends = list(accumulate([self._numels[lid] for lid in whole.lids], initial=0))
+        at_s = [whole.began_s + whole.duration_s * end / ends[-1] for end in ends]
+        return [
+            whole._replace(lids=(lid,), began_s=began_s, ended_s=ended_s)
+            for lid, (began_s, ended_s) in zip(whole.lids, pairwise(at_s), strict=True)
+        ]
 
     def _times(self, intervals: list[Interval]) -> tuple[LayerTimes, ...]:
         """Times by layer. A module's time is divided among its layers in proportion to their size."""

@@ -413,10 +413,11 @@ def test_updates_wait_for_state_that_another_stream_has_awaited(
         came.update({layer.lid: layer.returned for layer in coming if layer.returned is not None})
         return done
 
-    def update(self: DeviceUpdates, made: Any) -> Any:
-        measured = update_before(self, made)
-        if (arrival := came.pop(made.layer.lid, None)) is not None:
-            seen.append(arrival.done in current.stream.waited_for)
+    def update(self: DeviceUpdates, *updates: Any) -> Any:
+        measured = update_before(self, *updates)
+        for made in updates:
+            if (arrival := came.pop(made.layer.lid, None)) is not None:
+                seen.append(arrival.done in current.stream.waited_for)
         return measured
 
     finish_before, update_before = Handover.finish, DeviceUpdates._update

@@ -96,11 +96,11 @@ def test_visits_after_backward_give_the_same_bits(options: dict[str, Any], monke
     monkeypatch.setattr(device, "put_off", lambda turns: {turn.lid for turn in turns if turn.visit_s and turn.lid % 3})
     orders, offloaded, make_update = defaultdict[int, list[int]](list), list[bool](), DeviceUpdates._make
 
-    def noted(of: DeviceUpdates, layer: TrainedLayer, step: int, *others: Any) -> None:
-        if layer.life.placement.visits and layer in [held[0] for held in of._held]:
-            offloaded.append(layer.rests_on_host)
-            orders[step].append(of.positions[layer.lid])
-        make_update(of, layer, step, *others)
+    def noted(of: DeviceUpdates, due: Any) -> None:
+        if due.layer.life.placement.visits and due.layer in [held.layer for held in of._held]:
+            offloaded.append(due.layer.rests_on_host)
+            orders[due.step].append(of.positions[due.layer.lid])
+        make_update(of, due)
 
     monkeypatch.setattr(DeviceUpdates, "_make", noted)
     model = make(torch.bfloat16)
@@ -130,9 +130,9 @@ def test_visits_after_backward_go_in_the_order_that_forward_has(monkeypatch: pyt
     monkeypatch.setattr(device, "put_off", lambda turns: {turn.lid for turn in turns})
     made, make_update = list[str](), DeviceUpdates._make
 
-    def noted(of: DeviceUpdates, layer: TrainedLayer, *others: Any) -> None:
-        made.append(layer.name)
-        make_update(of, layer, *others)
+    def noted(of: DeviceUpdates, due: Any) -> None:
+        made.append(due.layer.name)
+        make_update(of, due)
 
     monkeypatch.setattr(DeviceUpdates, "_make", noted)
     model, expected = Backwards(), Backwards()

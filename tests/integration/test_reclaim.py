@@ -74,16 +74,19 @@ def evicted_bytes(opt: hytrain.AdamW) -> int:
 
 @every_second(dtype=[torch.float32, torch.bfloat16, torch.float16], mode=MODES.keys())
 def test_evictions_in_any_phase_leave_the_bits(mode: str, dtype: torch.dtype, budget: Budget) -> None:
+    """Where gradients are kept for an update after backward, and where they have no room."""
     found, make = [], gpt2 if dtype is torch.float32 else llama
-    for evicts in (False, True):
+    for evicts, keeps in ((False, True), (True, True), (True, False)):
         model = make(dtype)
         with adamw(model, k=1.0, **MODES[mode]) as opt:
+            if not keeps:
+                opt._engine._device.late.heed = lambda room: None  # type: ignore[method-assign]
             make_ready(opt)
             with at_every_turn(model, pressing(budget, 0.02 if evicts else 0.0)):
                 train(model, opt, range(STEPS))
             found.append(state(opt) | weights(model))
             assert bool(evicted_bytes(opt)) is evicts
-    assert differing(*found) == []
+    assert differing(found[1], found[0]) == [] and differing(found[2], found[0]) == []
 
 
 @pytest.mark.parametrize("choice", PLACED)
@@ -106,6 +109,29 @@ def test_evictions_beside_all_placements_leave_the_bits(
                 opt._engine._handover.wait()
         assert evicted_bytes(opt)
         assert differing(state(opt) | weights(model), wanted) == []
+
+
+@pytest.mark.parametrize("options", [{"updates": "backward"}, {"max_grad_norm": 1e-2}], ids=str)
+def test_state_leaves_whose_update_is_held_until_backward_is_over(options: dict[str, Any], budget: Budget) -> None:
+    found = []
+    for evicts in (False, True):
+        model = perceptron()
+        with adamw(model, k=1.0, **options) as opt:
+            make_ready(opt)
+            train(model, opt, range(3), square_loss)
+            before = budget.evictions
+            press = lambda _: [budget.press(), budget.press()] and None  # noqa: E731
+            handle = model[0][0].weight.register_hook(press if evicts else lambda _: None)
+            loss = square_loss(model, 3)
+            loss.backward()
+            placed = [layer.life.placement.name for layer in opt._session.layers]
+            opt.step()
+            opt.zero_grad()
+            assert placed.count("visit") == budget.evictions - before == (2 if evicts else 0)
+            handle.remove()
+            train(model, opt, [4], square_loss)
+            found.append(state(opt) | weights(model))
+    assert differing(*found) == []
 
 
 def test_what_was_saved_leaves_and_what_is_held_stays(budget: Budget) -> None:

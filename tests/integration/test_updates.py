@@ -41,6 +41,7 @@ from hytrain.memory.transfer import HostTransfers
 from hytrain.model.trained import TrainedLayer
 from hytrain.options import Options
 from hytrain.run.link import Link
+from hytrain.step.device import DeviceUpdates
 from protocol.messages import TrainerReport
 
 STEPS = 5
@@ -524,6 +525,24 @@ def test_gradients_of_the_gpu_without_room_are_gone() -> None:
         opt.step()
 
 
+@pytest.mark.parametrize("has_room", [False, True])
+def test_layers_of_the_gpu_are_updated_in_one_go(has_room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When backward is over, if there is room for their gradients until then: not in the first step."""
+    made, update = list[list[int]](), DeviceUpdates._update
+
+    def noted(of: DeviceUpdates, *updates: Any) -> Any:
+        made.append([one.layer.lid for one in updates])
+        return update(of, *updates)
+
+    monkeypatch.setattr(DeviceUpdates, "_update", noted)
+    with adamw(perceptron(), k=1.0, updates="backward") as opt:
+        if not has_room:
+            opt._engine._device.late.heed = lambda room: None
+        train(opt._model, opt, range(3), square_loss)
+    one_by_one = [[3], [2], [1], [0]]
+    assert made == (one_by_one + [[0, 1, 2, 3]] * 2 if has_room else one_by_one * 3)
+
+
 def test_gradients_are_kept_where_steps_need_no_more_and_there_is_some_beside() -> None:
     """Between two steps there is `now`, and in them they have needed more, by activations for example."""
     with adamw(perceptron(), k=0.5) as opt:
@@ -564,14 +583,15 @@ def test_state_that_comes_has_its_memory_before_gradients_are_kept() -> None:
         def bounded(room: Room | None) -> None:
             heed(Room(now=0, needed=1 << 30, usable=1 << 31))
 
-        def look(layer: TrainedLayer, gradients: dict[int, torch.Tensor]) -> None:
+        def look(layer: TrainedLayer, gradients: dict[int, torch.Tensor]) -> bool:
             is_first, there = late._left is None, late._owned
-            keep(layer, gradients)
+            is_kept = keep(layer, gradients)
             holds = {each.lid: each.holds for each in opt._session.layers}
             found = [at.nbytes for lid, at in holds.items() if lid not in there and isinstance(at, DevicePlanes)]
             if is_first:
                 assert late._left == late._budget - sum(found) - late._kept_bytes
                 came.extend(found)
+            return is_kept
 
         late.heed, late.keep = bounded, look  # type: ignore[method-assign]
         train_until(lambda: len(came) > 3, opt._model, opt, 0, square_loss)
