@@ -44,6 +44,7 @@ CPU = torch.device("cpu")
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", "max_position_embeddings": 64, **SIZES}
 MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 5, "num_key_value_heads": 2}
+MIXTRAL = {**MISTRAL, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 
 
@@ -273,7 +274,7 @@ def test_packing_keeps_every_example_whole_and_wastes_little() -> None:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("fields", [LLAMA, MISTRAL, GPT2], ids=["llama", "mistral", "gpt2"])
+@pytest.mark.parametrize("fields", [LLAMA, MISTRAL, MIXTRAL, GPT2], ids=["llama", "mistral", "mixtral", "gpt2"])
 def test_packed_examples_have_the_gradients_of_single_ones(fields: dict[str, Any], attention: str) -> None:
     """Each example alone, without padding, is the truth; padded and packed batches are compared with it."""
     of, examples = new_model(fields, attention), some_examples(LENGTHS)

@@ -162,6 +162,8 @@ def test_bad_files_are_one_sentence(tmp_path: Path) -> None:
     assert config.load(path).data.paths == ()
     assert "sample needs" in refusal(path, "sample.prompt=x")
     assert "torch fails to compile such blocks" in refusal(path, "train.compile=blocks", "parallel.tensor=2")
+    chat = ("data={kind: chat, paths: [a.jsonl], packing: true}", "parallel.context=2")
+    assert "packed examples would see each other" in refusal(path, *chat)
     assert "eval_every needs" in refusal(path, "train.eval_every=5")
 
 
@@ -270,10 +272,11 @@ def test_a_missing_extra_is_one_sentence(module: str, missing: str, extra: str, 
 @pytest.mark.parametrize(
     ("overrides", "ranks", "expected"),
     [
-        ([], 4, (1, 4, 1)),
-        (["parallel.data_shard=-1", "parallel.tensor=2"], 8, (1, 4, 2)),
-        (["parallel.data_replicate=2", "parallel.data_shard=2"], 4, (2, 2, 1)),
-        (["parallel.tensor=2", "parallel.data_shard=1"], 2, (1, 1, 2)),
+        ([], 4, (1, 4, 1, 1)),
+        (["parallel.data_shard=-1", "parallel.tensor=2"], 8, (1, 4, 1, 2)),
+        (["parallel.data_replicate=2", "parallel.data_shard=2"], 4, (2, 2, 1, 1)),
+        (["parallel.context=2"], 4, (1, 2, 2, 1)),
+        (["parallel.tensor=2", "parallel.data_shard=1"], 2, (1, 1, 1, 2)),
     ],
 )
 def test_the_mesh_of_a_job(recipe_file: Path, overrides: list[str], ranks: int, expected: tuple[int, ...]) -> None:

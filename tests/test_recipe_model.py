@@ -421,6 +421,8 @@ def test_estimate_of_each_rank(tmp_path: Path) -> None:
             and each.host == pytest.approx(one.host / 2, rel=1e-3)
             and each.trainer == pytest.approx(one.trainer / 2, rel=1e-3)
         )
+    parts = estimate(config.load(recipe, [*data, "parallel.context=2", "parallel.data_shard=1"]), 2)
+    assert [each.trainer for each in parts.needs] == [each.trainer for each in four.needs]
     assert "all 4 ranks, data_replicate 2 x data_shard 2" in four.render() and "rank" not in alone.render()
     assert "planes of each rank may take" in replace(four, bound_host=0).render()
 

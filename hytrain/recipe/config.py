@@ -321,13 +321,15 @@ class Parallel(Section):
 
     data_shard: Ranks = "auto"  # ranks that share parameters and state (FSDP2); "auto" or -1: all that are left
     data_replicate: Positive = 1  # groups of such ranks; each group has all parameters (HSDP)
+    context: Positive = 1  # ranks that share each sequence: a part of it each, in attention some heads of all of it
     tensor: Positive = 1  # ranks that share the matrices of each layer, by the model's own plan
 
     def sizes(self, ranks: int) -> dict[str, int]:
         """The mesh for so many ranks, outermost dimension first. Raises ConfigError if the sizes ask for others."""
-        others = self.data_replicate * self.tensor
+        others = self.data_replicate * self.context * self.tensor
         shard = max(1, ranks // others) if self.data_shard == "auto" else self.data_shard
-        mesh = {"data_replicate": self.data_replicate, "data_shard": shard, "tensor": self.tensor}
+        data = {"data_replicate": self.data_replicate, "data_shard": shard}
+        mesh = {**data, "context": self.context, "tensor": self.tensor}
         if others * shard != ranks:
             product = " x ".join(f"{name} {size}" for name, size in mesh.items() if size > 1)
             raise ConfigError(
@@ -372,6 +374,8 @@ class Recipe(Section):
             raise ValueError("lora needs model.path, because only the adapters are trained and saved")
         if self.optimizer.master_dtype == "bfloat16" and self.model.dtype != "bfloat16":
             raise ValueError("optimizer.master_dtype: bfloat16 is for model.dtype: bfloat16, so leave it out")
+        if self.data.packing and self.parallel.context > 1:
+            raise ValueError("data.packing is not for parallel.context, because packed examples would see each other")
         if self.train.compile is not None and self.parallel.tensor > 1:
             raise ValueError("train.compile is not for parallel.tensor, because torch fails to compile such blocks")
         if self.sample is not None and self.data.kind == "random":

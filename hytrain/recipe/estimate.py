@@ -204,7 +204,7 @@ def estimate(recipe: Recipe, ranks: int = 1, node_ranks: int | None = None) -> E
     config.check_ranks(recipe, ranks)
     models.require_folder(recipe.model.path)
     mesh = recipe.parallel.sizes(ranks)
-    shards = mesh["data_shard"] * mesh["tensor"]
+    shards = mesh["data_shard"] * mesh["context"] * mesh["tensor"]
     length = recipe.data.sequence_length
     hf = models.configuration(recipe.model, _vocab_size(recipe), length)
     model = models.build_empty(recipe.model, hf)
@@ -222,7 +222,7 @@ def estimate(recipe: Recipe, ranks: int = 1, node_ranks: int | None = None) -> E
     wants_gpu = recipe.train.device == "cuda" or (here and recipe.train.device == "auto")
     device = torch.device("cuda" if here and wants_gpu else "cpu")
     tokens = recipe.data.batch_size * length
-    at_once = tokens // (recipe.train.grad_accumulation * mesh["data_shard"] * mesh["data_replicate"])
+    at_once = tokens * mesh["tensor"] // (recipe.train.grad_accumulation * ranks)
     shares = {0.0, 1.0} if k == "auto" else {0.0, 1.0, float(k)}
     own, others = (math.ceil(numel / shards) for numel in (trainable, frozen))  # of each rank
     needs = [need(planes, own, others, share) for share in shares]

@@ -2,10 +2,11 @@
 
     body ─▶ hidden states ─┬─ chunk ─▶ the model's own forward behind its body ─▶ logits ─▶ sum of the losses ─┐
                            └─ chunk ─▶ …, and once more in backward                                            ▼
-                                                                                              divided by the tokens
+                                                           of all parts of the sequence, divided by the tokens
 
 With a vocabulary of 128,256, the logits of 8 x 1024 tokens and their copy in float32 take 6.3 GB, and their gradients
-as much. The loss is the same sum in another order. `task` changes the model, `validation` counts the hits.
+as much. The loss is the same sum in another order. Ranks that divide a sequence (`context`) have a part's body and
+chunks each. `task` changes the model, `validation` counts the hits.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import ModelOutput
 
 from hytrain.errors import ConfigError
 from hytrain.recipe.batches import IGNORED
+from hytrain.recipe.context import DIVIDED, Context
 
 
 @dataclass
@@ -35,51 +38,68 @@ class Predicted(ModelOutput):
     hits: Tensor | None = None
 
 
-def in_chunks(model: Any, chunks: int) -> None:
+def in_chunks(model: Any, chunks: int, context: Context | None = None) -> None:
     """From now on, `model(…, labels=labels)` returns what is `Predicted`, and has the logits of one chunk at a time.
 
     `model` is a Hugging Face model for causal language modelling; one with PEFT's adapters is changed inside. Without
-    labels it returns logits, as before. Raises ConfigError if its loss cannot be taken apart.
+    labels it returns logits, as before. The ranks of a `context` compute a part of each sequence, and all return the
+    loss of the whole. Raises ConfigError if its loss cannot be taken apart.
     """
     model = model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
     takes = inspect.signature(type(model).forward).parameters
     if model.loss_function is not ForCausalLMLoss or "logits_to_keep" not in takes or model.base_model is model:
-        raise _refusal(model)
+        raise _refusal(model, context)
     if getattr(model.config.get_text_config(), "output_router_logits", False):
-        raise ConfigError("train.loss_chunks lacks the loss of routers: leave it out, or output_router_logits.")
-    model.forward = _Chunked(model, chunks)
+        raise ConfigError(f"{_option(context)} lacks the loss of routers: leave it out, or output_router_logits.")
+    if context is not None:
+        ALL_ATTENTION_FUNCTIONS[DIVIDED] = context.attention
+    model.forward = _Chunked(model, chunks, context)
 
 
-def _refusal(model: Any) -> ConfigError:
+def _option(context: Context | None) -> str:
+    """That of a recipe which takes the loss apart."""
+    return "train.loss_chunks" if context is None else "parallel.context"
+
+
+def _refusal(model: Any, context: Context | None) -> ConfigError:
+    option = _option(context)
     return ConfigError(
-        f"train.loss_chunks: a {model.config.model_type} does not make the loss of Transformers' causal language "
-        "models from hidden states, or adds to it; leave loss_chunks out."
+        f"{option}: a {model.config.model_type} does not make the loss of Transformers' causal language "
+        f"models from hidden states, or adds to it; leave {option.rpartition('.')[2]} out."
     )
 
 
 class _Chunked:
     """The forward of a model whose loss is made of chunks."""
 
-    def __init__(self, model: Any, chunks: int) -> None:
-        self._model, self._chunks, self._whole = model, chunks, model.forward
+    def __init__(self, model: Any, chunks: int, context: Context | None) -> None:
+        self._model, self._chunks, self._context, self._whole = model, chunks, context, model.forward
         self.__signature__ = inspect.signature(model.forward)  # by which `generate` knows what it takes
 
     def __call__(self, *args: Any, labels: Tensor | None = None, **inputs: Any) -> Any:
+        context = self._context
+        if context is not None:
+            context.enter(self._model, divided=labels is not None)
         if labels is None:
             return self._whole(*args, **inputs)
+        following = pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        learnt = (following != IGNORED).sum()
+        if context is not None:
+            inputs, following = context.inputs(*args, **inputs), context.part(following, IGNORED)
+            args = ()
         body, found = self._model.base_model, list[Any]()
         with body.register_forward_hook(lambda _, __, output: found.append(output)):
             none = torch.zeros(0, dtype=torch.int64, device=labels.device)
             self._whole(*args, logits_to_keep=none, **inputs)
         if len(found) != 1:
-            raise _refusal(self._model)
+            raise _refusal(self._model, context)
         output = found[0]
-        following = pad(labels, (0, 1), value=IGNORED)[..., 1:]
-        learnt = (following != IGNORED).sum()
-        length = -(-labels.shape[1] // self._chunks)
+        length = -(-following.shape[1] // self._chunks)
         parts = zip(output.last_hidden_state.split(length, 1), following.split(length, 1), strict=True)
         sums = [checkpoint(self._part, *part, type(output), use_reentrant=False) for part in parts]
         losses, hits = (torch.stack(each).sum() for each in zip(*sums, strict=True))
+        if context is not None:
+            losses, hits = context.summed(losses), context.summed(hits)
         return Predicted(loss=losses / learnt, hits=hits)
 
     def _part(self, hidden: Tensor, following: Tensor, kind: type[Any]) -> tuple[Tensor, Tensor]:
@@ -97,7 +117,7 @@ class _Chunked:
             with _replaced(model, "_loss_function", loss_of):
                 output = self._whole(input_ids=following, labels=following)
         if len(summed) != 1 or output.loss is not summed[0]:
-            raise _refusal(model)
+            raise _refusal(model, self._context)
         with torch.no_grad():
             return output.loss, (output.logits.argmax(-1) == following).sum()  # no token is IGNORED
 

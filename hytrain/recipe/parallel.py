@@ -1,7 +1,7 @@
 """The ranks of a recipe: their process group, the mesh, and what all of them decide or add up together.
 
     torchrun ─ environment ─▶ start ─▶ torch.distributed
-    recipe.parallel ─────────▶ Job ── mesh: data_replicate x data_shard x tensor
+    recipe.parallel ─────────▶ Job ── mesh: data_replicate x data_shard x context x tensor
                                 └──── total, mean, decided: collectives, which all ranks call in one order
 
 `workers.train.trainer` calls `start`; the loop makes the `Job`. One rank is a job without torch.distributed.
@@ -88,9 +88,15 @@ class Job:
         replica, shard = (self.mesh.get_local_rank(name) for name in DATA)
         return replica * self.mesh["data_shard"].size() + shard
 
+    @property
+    def context(self) -> DeviceMesh | None:
+        """The ranks that have parts of the same sequences as this one; None if each has whole ones."""
+        return None if self.mesh is None or self.mesh["context"].size() == 1 else self.mesh["context"]
+
     def seed(self, *seeds: int) -> int:
-        """A seed for this rank's dropout: ranks with other samples have other seeds."""
-        return int(np.random.SeedSequence((*seeds, self.data_rank)).generate_state(1, np.uint64)[0])
+        """A seed for this rank's dropout: ranks with other samples, or other parts of them, have other seeds."""
+        part = 0 if self.mesh is None else self.data_ranks * self.mesh.get_local_rank("context")
+        return int(np.random.SeedSequence((*seeds, self.data_rank + part)).generate_state(1, np.uint64)[0])
 
     def total(self, number: Tensor) -> Tensor:
         """The sum over the data ranks, in place of the tensor that is given."""
@@ -106,8 +112,9 @@ class Job:
             return number, None
         summed = self.total(torch.stack([number, *(number.new_full((), float(wish)) for wish in wishes)]))
         total, wished = summed[0], summed[1:]
-        if self.mesh["tensor"].size() > 1:
-            dist.all_reduce(wished, group=self.mesh.get_group("tensor"))
+        for name in ("context", "tensor"):
+            if self.mesh[name].size() > 1:
+                dist.all_reduce(wished, group=self.mesh.get_group(name))
         return total / self.data_ranks, wished
 
     def first(self, tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
@@ -58,14 +58,18 @@ def fill_in(model: Any, blueprint: Blueprint, device: torch.device) -> None:
 def apply(model: Any, mesh: DeviceMesh) -> None:
     """Splits the model over the mesh: by its own plan for tensor parallelism, then block by block by FSDP2.
 
-    Raises ConfigError if the model has no such plan, or none that torch's styles can express.
+    For FSDP2, ranks that divide sequences are like those that divide samples. Raises ConfigError if the model has no
+    plan for tensor parallelism, or none that torch's styles can express.
     """
-    if mesh["tensor"].size() > 1:
-        parallelize_module(model, mesh["tensor"], _plan(model, mesh["tensor"].size()))
-    replicas, shards = mesh["data_replicate"].size(), mesh["data_shard"].size()
+    replicas, tensor = mesh["data_replicate"].size(), mesh["tensor"].size()
+    shards = mesh["data_shard"].size() * mesh["context"].size()
+    names = ("data_replicate", "shard", "tensor")
+    mesh = init_device_mesh(mesh.device_type, (replicas, shards, tensor), mesh_dim_names=names)
+    if tensor > 1:
+        parallelize_module(model, mesh["tensor"], _plan(model, tensor))
     if replicas * shards == 1:
         return
-    data = mesh["data_replicate", "data_shard"] if replicas > 1 else mesh["data_shard"]
+    data = mesh["data_replicate", "shard"] if replicas > 1 else mesh["shard"]
     for block in blocks(model):
         fully_shard(block, mesh=data)
     fully_shard(model, mesh=data)

@@ -23,6 +23,7 @@ from hytrain.recipe import adapters, chat, config, loss, packing, tables, text, 
 from hytrain.recipe import model as models
 from hytrain.recipe.batches import Batch, Batches, RandomBatches, Rows, Windows, spread, steps_of
 from hytrain.recipe.config import Recipe
+from hytrain.recipe.context import Context
 from hytrain.recipe.model import Cost
 from hytrain.recipe.parallel import Job
 from hytrain.recipe.tokenizer import TextTokenizer
@@ -114,8 +115,11 @@ def assemble(
         model = adapters.adapt(model, recipe.lora, checkpoint)
     if recipe.data.packing:
         packing.refuse_leaks(model, device)
-    if recipe.train.loss_chunks > 1:
-        loss.in_chunks(model, recipe.train.loss_chunks)
+    context = None if job.context is None else Context(job.context)
+    if context is not None:
+        context.check(model, device, length)
+    if recipe.train.loss_chunks > 1 or context is not None:
+        loss.in_chunks(model, recipe.train.loss_chunks, context)
     if recipe.train.compile is not None:
         with job.ranks.together():
             models.compile_blocks(model, device)

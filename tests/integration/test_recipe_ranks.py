@@ -102,13 +102,43 @@ def test_ranks_share_the_matrices_of_muon(two_ranks: RankGroup, recipe: Path) ->
         assert found.training_loss == pytest.approx(whole.training_loss, rel=1e-2)
 
 
-def test_a_mesh_of_tensor_and_data_ranks_weighs_answers_by_their_tokens(four_ranks: RankGroup, recipe: Path) -> None:
+def test_ranks_that_share_each_sequence_train_as_one(two_ranks: RankGroup, recipe: Path) -> None:
+    """SGD, with which a gradient's size matters; a length that two ranks cannot share evenly, and two parts."""
+    sgd = ("train.optimizer=sgd", "train.momentum=0.9", "train.lr=0.1")
+    options = (*sgd, "train.grad_accumulation=2", "model.gradient_checkpointing=true", "data.sequence_length=31")
+    whole = train(recipe, "whole", *options)
+    both = two_ranks.run(train, recipe, "ranks", *options, "parallel.context=2")
+    assert all(alike(summary, whole) for summary in both) and both[0].checkpoint == both[1].checkpoint
+    two_ranks.run(train, recipe, "parts", *options, "parallel.context=2", "train.stop_at=3")
+    assert alike(train(recipe, "parts", *options, "train.resume=latest"), whole)
+
+
+def of_this_rank(recipe: Path, *overrides: str) -> tuple[int, int, float, list[float]]:
+    """Its seed and its samples, a mean of losses, and how many ranks wish what the last one does."""
+    job = Job.of(config.load(recipe, overrides), torch.device("cpu"))
+    loss, wished = job.mean(torch.ones(()), job.ranks.rank == job.ranks.world - 1)
+    assert wished is not None
+    return job.seed(7), job.data_rank, float(loss), wished.tolist()
+
+
+@pytest.mark.parametrize(("sizes", "seeds"), [("parallel.tensor=2", 1), ("parallel.context=2", 2)])
+def test_ranks_with_the_same_samples(two_ranks: RankGroup, recipe: Path, sizes: str, seeds: int) -> None:
+    """Ranks with other parts of them drop out other elements. All hear of one's wish."""
+    found = two_ranks.run(of_this_rank, recipe, sizes)
+    assert len({seed for seed, *_ in found}) == seeds
+    assert [rest for _, *rest in found] == [[0, 1.0, [1.0]]] * 2
+
+
+@pytest.mark.parametrize(
+    "sizes", [("parallel.tensor=2",), ("parallel.context=2",), ("parallel.tensor=2", "parallel.context=2")]
+)
+def test_a_mesh_weighs_answers_by_their_tokens(four_ranks: RankGroup, recipe: Path, sizes: tuple[str, ...]) -> None:
     """Answers differ in length, so that ranks differ in how many tokens they learn. Weights are tied."""
     chat = ("tokenizer.chat_template=chatml", CHAT % (recipe.parent / "rows.jsonl"), "model.config.vocab_size=256")
     short = ("train.steps=2", "train.warmup_steps=0", "train.eval_batches=1", "sample=null")
-    options = (*chat, *short, "model.config.tie_word_embeddings=true")
+    options = (*chat, *short, "model.config.tie_word_embeddings=true", "model.config.num_key_value_heads=4")
     expected = train(recipe, "one", *options)
-    assert all(alike(found, expected) for found in four_ranks.run(train, recipe, "mesh", *options, "parallel.tensor=2"))
+    assert all(alike(found, expected) for found in four_ranks.run(train, recipe, "mesh", *options, *sizes))
 
 
 @pytest.mark.parametrize("options", [("parallel.tensor=2",), ("parallel.data_replicate=2", "model.dtype=bfloat16")])
@@ -157,6 +187,7 @@ def refusal(recipe: Path, *overrides: str) -> str:
         ("data.paths=[/nowhere.txt]", "does not exist"),
         ("model.config={model_type: gpt2, n_embd: 32, n_layer: 1, n_head: 2}", "a gpt2 has none in Transformers"),
         ("model.config.num_key_value_heads=1", "num_key_value_heads, 1"),
+        ("model.config={model_type: bloom, hidden_size: 32, n_layer: 1, n_head: 2}", "those of a bloom have no"),
     ],
 )
 def test_what_ranks_cannot_train_is_one_sentence_on_all(
@@ -164,6 +195,7 @@ def test_what_ranks_cannot_train_is_one_sentence_on_all(
 ) -> None:
     options = [override]
     if override.startswith("model"):
-        options = ["parallel.tensor=2", *(["model.config=null"] if "gpt2" in override else []), override]
+        kind = "context" if "bloom" in override else "tensor"
+        options = [f"parallel.{kind}=2", *(["model.config=null"] if "model_type" in override else []), override]
     first, second = two_ranks.run(refusal, recipe, *options)
     assert first == second and part in first

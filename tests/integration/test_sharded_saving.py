@@ -233,8 +233,8 @@ def export(folder: Path) -> None:
     from hytrain.recipe.parallel import Job
     from hytrain.run.ranks import Ranks
 
-    names = ("data_replicate", "data_shard", "tensor")
-    job = Job(Ranks.of_job(), init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=names))
+    names = ("data_replicate", "data_shard", "context", "tensor")
+    job = Job(Ranks.of_job(), init_device_mesh("cpu", (1, 2, 1, 1), mesh_dim_names=names))
     torch.manual_seed(0)
     source = config.Model(config={"model_type": "llama"}, dtype="bfloat16")
     made = model.build_sharded(source, AutoConfig.for_model("llama", **LLAMA), torch.device("cpu"), job.mesh, 64)

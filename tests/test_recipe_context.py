@@ -1,0 +1,100 @@
+"""Which models' sequences can be divided among ranks, and what each rank gets of them."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hytrain.errors import ConfigError
+from hytrain.recipe import context
+from hytrain.recipe.context import Context
+
+CPU = torch.device("cpu")
+LENGTH = 64
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96}
+EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+
+class Mesh:
+    """One of some ranks."""
+
+    def __init__(self, ranks: int = 2, rank: int = 0) -> None:
+        self._ranks, self._rank = ranks, rank
+
+    def size(self) -> int:
+        return self._ranks
+
+    def get_local_rank(self) -> int:
+        return self._rank
+
+
+def of_ranks(ranks: int = 2, rank: int = 0) -> Context:
+    return Context(cast(DeviceMesh, Mesh(ranks, rank)))
+
+
+def model_of(kind: str, **fields: Any) -> Any:
+    """A new model, whose small weights must not hide anything."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(GPT2 if kind == "gpt2" else SIZES) | fields))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {"num_key_value_heads": 2}),
+        ("gpt2", TOKENS),
+        ("mixtral", {"num_key_value_heads": 2, **EXPERTS}),
+        ("mistral", {"num_key_value_heads": 2, "sliding_window": LENGTH}),
+        ("gemma3_text", {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}),
+    ],
+)
+def test_models_that_can_be_divided(kind: str, fields: dict[str, Any]) -> None:
+    """Also those with experts, and with a window that is as long as the sequence. Asking leaves nothing behind."""
+    model = model_of(kind, **fields)
+    of_ranks().check(model, CPU, LENGTH)
+    assert model.config._attn_implementation == "sdpa" and context.ALONE not in ALL_ATTENTION_FUNCTIONS
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "why"),
+    [
+        ("gptj", {**GPT2, "rotary_dim": 8}, "those of a gptj meet elsewhere"),
+        ("lfm2", {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}, "have conv and meet elsewhere"),
+        ("mamba", {}, "meet elsewhere"),
+        ("mistral", {"num_key_value_heads": 2, "sliding_window": LENGTH - 1}, f"see a window of {LENGTH - 1}"),
+        ("llama4_text", {"num_key_value_heads": 2, "head_dim": 8, **EXPERTS, **TOKENS}, "have chunked_attention"),
+        ("bloom", {}, "have no position_ids"),
+        ("falcon", {}, "need a mask"),
+        ("gemma2", {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}, "meet in eager attention"),
+        ("llama", {"num_key_value_heads": 1}, "which does not divide a llama's 1 heads"),
+    ],
+)
+def test_models_that_cannot_are_refused(kind: str, fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=f"parallel.context.*{why}"):
+        of_ranks().check(model_of(kind, **fields), CPU, LENGTH)
+
+
+def test_tokens_that_see_later_ones_are_refused() -> None:
+    model = model_of("llama")
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ConfigError, match="those of a llama see later ones"):
+        of_ranks().check(model, CPU, LENGTH)
+
+
+def test_parts_follow_each_other_with_their_places() -> None:
+    """A sequence that ranks cannot share evenly ends with others that are not learnt."""
+    tokens = torch.arange(1, 8).repeat(2, 1)
+    given = [
+        of_ranks(3, rank).inputs(tokens, attention_mask=torch.ones_like(tokens), use_cache=False) for rank in (0, 1, 2)
+    ]
+    assert all(each.keys() == {"input_ids", "position_ids", "use_cache"} for each in given)
+    assert torch.cat([each["input_ids"] for each in given], 1).tolist() == [[*range(1, 8), 0, 0]] * 2
+    assert torch.cat([each["position_ids"] for each in given], 1).tolist() == [[*range(7), 0, 0]]
