@@ -151,10 +151,10 @@ class Job:
     """One system, e.g. "deepspeed-zero2" or "hytrain:auto", and its segments. `start_s` and `step_s` are guesses.
 
     With `ranks`, torchrun starts so many processes, a device each; `batch` is then a rank's share. `tensor` ranks form
-    a tensor-parallel group. With a `schedule`, all ranks are the stages of one pipeline. With `cap_gib`, torch may
-    take so much of the GPU's memory, and the model is in host memory when the system gets it. `blocks` says how blocks
-    are called: eagerly, compiled by torch.compile alone or with the whole model, or as CUDA graphs of the first
-    segment's batch.
+    a tensor-parallel group; `context` ranks share sequences of so many times `sequence`. With a `schedule`, all ranks
+    are the stages of one pipeline. With `cap_gib`, torch may take so much of the GPU's memory, and the model is in host
+    memory when the system gets it. `blocks` says how blocks are called: eagerly, compiled by torch.compile alone or
+    with the whole model, or as CUDA graphs of the first segment's batch.
     """
 
     system: str = ""
@@ -168,6 +168,7 @@ class Job:
     deterministic: bool = False
     ranks: int = 0
     tensor: int = 1
+    context: int = 1
     schedule: str = ""
     cap_gib: float = 0.0
     blocks: str = EAGER
@@ -186,6 +187,11 @@ class Job:
         return self.ranks if self.schedule else self.tensor
 
     @property
+    def length(self) -> int:
+        """The tokens of a sequence: `sequence` are a rank's share of it."""
+        return self.sequence * self.context
+
+    @property
     def reads_text(self) -> bool:
         """Whether it trains on the demo's text rather than on random tokens."""
         return self.shape.startswith("gpt2")
@@ -193,7 +199,8 @@ class Job:
     @property
     def folder(self) -> str:
         """Where its run folder is kept, if at all."""
-        more = (self.shape, f"{self.ranks}-ranks", self.tensor > 1 and "tensor", self.schedule, self.clip and "clipped")
+        divided = (self.tensor > 1 and "tensor", self.context > 1 and "context", self.schedule)
+        more = (self.shape, f"{self.ranks}-ranks", *divided, self.clip and "clipped")
         return "-".join([self.system, *filter(None, more)]) if self.ranks else self.system
 
     def only(self, batches: Collection[int]) -> Self:
@@ -652,6 +659,16 @@ def gpt2(template: Job) -> list[Job]:
     return [replace(each, start_s=25, step_s=0.2) for each in jobs]
 
 
+def context(template: Job) -> list[Job]:
+    """One sequence of 64K tokens, which all ranks share, with 8 B: HyTrain beside FSDP2 with offload and without."""
+    tokens = 64 * template.sequence
+    base = replace(_shaped(template, "llama3-8b"), sequence=tokens // template.ranks, context=template.ranks)
+    few = Segment(batch=1, settle=2, measure=5)
+    settled = Segment(batch=1, settle=12, patience=20, measure=6)
+    jobs = [job(base, AUTO, settled), *(job(base, system, few) for system in ("fsdp2:cpu-offload", RESIDENT))]
+    return [replace(each, start_s=60, step_s=36.0) for each in jobs]
+
+
 def pipeline(template: Job) -> list[Job]:
     """Pipelines of 2 and 4 stages under two schedules, without offload and with HyTrain."""
     worlds = [replace(template, ranks=world, schedule=name) for world in _worlds(template, 2) for name in SCHEDULES]
@@ -684,7 +701,8 @@ def eight(template: Job) -> list[Job]:
 
 #: These take `--gpus` ranks.
 RANKED: Final = {
-    each.__name__: each for each in (ranks, ranks_clipping, ranks_muon, scaling, gpt2, pipeline, large, routed, eight)
+    each.__name__: each
+    for each in (ranks, ranks_clipping, ranks_muon, scaling, gpt2, context, pipeline, large, routed, eight)
 }
 PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "main": _plain("no-offload", "forward-backward", AUTO, "hytrain:1", "hytrain:0"),

@@ -3,8 +3,8 @@
     suite ─▶ torchrun ─▶ step on every rank: join ─▶ model ─▶ one of SYSTEMS ─▶ a segment's steps ─▶ merged ─▶ rank 0
                                                                                                        writes the row
 All ranks build the same model and then keep their part of it: a shard of each block (FSDP2), a slice of each matrix
-(tensor parallelism), some of the layers (a pipeline), or everything (DDP). FSDP2 without HyTrain has fp32 shards and
-computes in bf16; with HyTrain the shards are bf16.
+(tensor parallelism), some of the layers (a pipeline), or everything (DDP). Under FSDP2 they may share sequences, too.
+FSDP2 without HyTrain has fp32 shards and computes in bf16; with HyTrain the shards are bf16.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def merged(row: dict[str, Any], job: Job) -> dict[str, Any]:
         **times,
         "step_s": step_s,
         "tokens_per_s": round(tokens / step_s, 1),
-        "samples_per_s": round(tokens / job.sequence / step_s, 3),
+        "samples_per_s": round(tokens / job.length / step_s, 3),
         "gpu_peak_gb": max(row["gpu_peak_gb"] for row in rows),
         "gpu_peak_gb_by_rank": [row["gpu_peak_gb"] for row in rows],
     }
@@ -126,6 +126,16 @@ def sharded(model: nn.Module, job: Job, **options: Any) -> nn.Module:
     if job.shape in ON_META:
         materialize(model, job.device)
     return model
+
+
+def context(job: Job) -> Any:
+    """The ranks that share this one's sequences, as in recipes; None if each has whole ones."""
+    from hytrain.recipe.context import Context
+
+    if job.context == 1:
+        return None
+    over = (job.ranks // job.context, job.context)
+    return Context(init_device_mesh(job.device, over, mesh_dim_names=("data", "context"))["context"])
 
 
 def materialize(model: Any, device: str) -> None:

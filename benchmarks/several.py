@@ -205,6 +205,11 @@ def muon(rows: Rows) -> str:
     return against(newest_first(rows.where(part="ranks_muon").by_host()), RESIDENT_MUON)
 
 
+def context(rows: Rows) -> str:
+    """On each host, a sequence that all ranks share."""
+    return against(newest_first(rows.where(part="context").by_host()), RESIDENT)
+
+
 def eight(rows: Rows) -> str:
     """On each host, what is for eight GPUs, on as many as it has."""
     return against(newest_first(rows.where(part=("eight", "large", "routed")).by_host()), RESIDENT)
@@ -216,6 +221,7 @@ MEASURED: Final = {
     "ranks-gpt2": gpt2,
     "ranks-pipeline": pipeline,
     "ranks-muon": muon,
+    "ranks-context": context,
     "ranks-eight": eight,
 }
 TABLES: Final = {"ranks-goals": goals, **MEASURED}

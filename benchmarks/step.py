@@ -151,7 +151,7 @@ def build_model(job: Job, dtype: str) -> nn.Module:
             num_hidden_layers=shape.layers,
             num_attention_heads=shape.heads,
             num_key_value_heads=shape.key_heads or shape.heads,
-            max_position_embeddings=max(4096, job.sequence),
+            max_position_embeddings=max(4096, job.length),
             **alike,
             **routed,
         )
@@ -168,10 +168,10 @@ def build_model(job: Job, dtype: str) -> nn.Module:
     torch.set_default_dtype(torch.float32)
     if job.device == "cuda" and not job.reads_text and job.blocks not in (KEPT, GRAPHED, WHOLE):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if shape.loss_chunks > 1:
+    if shape.loss_chunks > 1 or job.context > 1:
         from hytrain.recipe.loss import in_chunks
 
-        in_chunks(model, shape.loss_chunks)
+        in_chunks(model, shape.loss_chunks, ranks.context(job))
     if job.blocks == COMPILED:
         for block in find_blocks(model):
             block.compile(dynamic=False)  # kernels of each batch size
@@ -201,18 +201,18 @@ def below_cap(model: nn.Module, job: Job) -> nn.Module:
 
 def batches(job: Job, segment: Segment) -> list[Tensor]:
     """Tokens on the device, (batch, sequence) each: random ones of a fixed seed, or text with one token more."""
-    batch, group = segment.batch * job.sharing, ranks.rank() // job.sharing
+    batch, group = segment.batch * job.sharing, ranks.rank() // (job.sharing * job.context)
     if job.reads_text:
         return text.windows(job, batch, count=segment.settle + segment.measure, seed=1 + group)
     generator = torch.Generator().manual_seed(1 + group)
-    shape, vocabulary = (batch, job.sequence), SHAPES[job.shape].vocabulary
+    shape, vocabulary = (batch, job.length), SHAPES[job.shape].vocabulary
     return [torch.randint(0, vocabulary, shape, generator=generator).to(job.device) for _ in range(BATCHES)]
 
 
 def flops_per_step(job: Job, parameters: int, batch: int) -> int:
     """6 FLOP per parameter that a token meets, and causal attention's; what checkpointing repeats does not count."""
     shape = SHAPES[job.shape]
-    attention = shape.layers * shape.hidden * job.sequence
+    attention = shape.layers * shape.hidden * job.length
     return 6 * (parameters - shape.idle_parameters + attention) * batch * job.sequence
 
 

@@ -259,6 +259,18 @@ def test_every_part_names_known_systems_survives_the_command_line_and_is_short()
         assert sum(job.expected_s for job in jobs) < 540, f"{name} fits into nine minutes"
 
 
+def test_ranks_share_one_long_sequence() -> None:
+    """Of which each has its share, of the tokens and of the FLOPs."""
+    from benchmarks import step
+
+    for job in jobs_of("context"):
+        [segment] = job.segments
+        tokens, *_ = step.batches(replace(job, device="cpu"), segment)
+        assert tokens.shape == (1, 65536) and job.ranks * job.sequence == 65536
+        alone = replace(job, ranks=0, context=1, sequence=65536)
+        assert step.flops_per_step(job, 10**9, 1) * job.ranks == step.flops_per_step(alone, 10**9, 1)
+
+
 def test_predicted_memory_is_that_of_the_step_with_the_peak() -> None:
     """Layers moved within the measured steps."""
     records = [{"predicted_gpu_bytes": nbytes, "predicted_step_s": nbytes / 10} for nbytes in (9.0, 1.0, 1.0, 2.0)]
