@@ -10,7 +10,7 @@ import pytest
 
 from examples.studies.cotraining.planner import SETTLE, CpuPartsPlanner, Step
 
-CASES = range(60)
+CASES = range(100)
 
 
 @dataclass

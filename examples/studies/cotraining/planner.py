@@ -77,7 +77,7 @@ class CpuPartsPlanner:
             self._add_s.append(step.add_s)
             self._observe_lead(step)
         if step.cpu_parts == 0 or self.is_tried:
-            self._ratios[step.cpu_parts].append(step.step_s / self._modelled(step.cpu_parts))
+            self._ratios[step.cpu_parts].append(step.step_s / self._modelled(step.cpu_parts, step.gpu_part_s))
 
     def _observe_lead(self, step: Step) -> None:
         """What the CPU's parts don't explain of the time until the GPU goes on; at most that, if the GPU was busy."""
@@ -108,10 +108,9 @@ class CpuPartsPlanner:
     def seconds(self, cpu_parts: int) -> float:
         """How long a step with so many parts on the CPU is expected to take."""
         ratios = self._ratios[cpu_parts] or self._ratios[self.cpu_parts]
-        return self._modelled(cpu_parts) * median(ratios)
+        return self._modelled(cpu_parts, median(self._gpu_s)) * median(ratios)
 
-    def _modelled(self, cpu_parts: int) -> float:
-        gpu_s = median(self._gpu_s)
+    def _modelled(self, cpu_parts: int, gpu_s: float) -> float:
         if cpu_parts == 0:
             return self._parts * gpu_s
         add_s = median(self._add_s) if self._add_s else 0.0
