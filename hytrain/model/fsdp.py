@@ -90,6 +90,13 @@ def _ranks_of(mesh: Any) -> set[int]:
     return {int(rank) for rank in torch.flatten(mesh.mesh)}
 
 
+def is_mean_over(group: Any, world: int) -> bool:
+    """Whether a group's gradients are means over all of `world` ranks, and all in its parameters' own dtype."""
+    policy, others = group.mp_policy, {each.device_mesh.size() for each in sharded(group) if is_distributed(each)}
+    own = policy.param_dtype is policy.reduce_dtype is policy.output_dtype is None
+    return own and others <= {group.mesh_info.mesh.size()} == {world} and group.gradient_divide_factor is None
+
+
 def readers(model: nn.Module) -> dict[int, Any]:
     """By id of a sharded parameter, the group that gathers it."""
     return {id(parameter): group for group in param_groups(model) for parameter in sharded(group)}

@@ -35,7 +35,7 @@ from hytrain.readable import gib
 from hytrain.step.autograd import in_backward
 from hytrain.step.sums import DeviceSums, HostSums, PlaneSums, Sums
 from hytrain.step.timing import NORMS, Timing
-from hytrain.tensors import distributed, flat, laid_out, shaped, version
+from hytrain.tensors import distributed, flat, laid_out, local, shaped, version
 
 _log = logging.getLogger(__name__)
 
@@ -251,11 +251,11 @@ class Accumulation:
         self._begin_sum(parameter, gradient)
 
     def add_from_elsewhere(self, parameter: TrainedParameter, gradient: Tensor) -> None:
-        """Add a gradient, in the parameter's shape, that no backward of this process has made."""
+        """Add a gradient, in the shape of what this rank has, that no backward of this process has made."""
         if parameter.parameter.grad is None:
             self._begin_sum(parameter, flat(laid_out(gradient, parameter.own)))
         else:
-            parameter.parameter.grad.add_(gradient)
+            local(parameter.parameter.grad).add_(gradient)
             self.add(parameter)
 
     def _begin_sum(self, parameter: TrainedParameter, gradient: Tensor) -> None:

@@ -82,6 +82,12 @@ def next_token_loss(model: nn.Module, step: int, data_rank: int | None = None) -
     return functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
+def part_loss(model: nn.Module, batch: dict[str, Tensor], *, parts: int) -> Tensor:
+    """The loss of a micro-batch, `tokens`, over the number of a step's."""
+    logits = model(batch["tokens"][:, :-1])
+    return functional.cross_entropy(logits.flatten(0, 1).float(), batch["tokens"][:, 1:].flatten()) / parts
+
+
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

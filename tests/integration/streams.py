@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from examples.studies.cotraining import whole
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import CudaTransfers
 
@@ -104,5 +105,5 @@ def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Current:
     monkeypatch.setattr("hytrain.memory.transfer.current_stream", lambda device: current.stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr("hytrain.build.transfers_for", OverHostMemory)
-    monkeypatch.setattr("examples.studies.cotraining.partner.transfers_for", OverHostMemory)
+    monkeypatch.setattr(whole, "transfers_for", OverHostMemory)
     return current

@@ -58,8 +58,8 @@ class Scheduled:
 
     why = "the test says so"
 
-    def __init__(self, parts: int, most: int) -> None:
-        assert (parts, most) == (PARTS, PARTS - 1)
+    def __init__(self, parts: int, most: int, after: int) -> None:
+        assert (parts, most, after) == (PARTS, PARTS - 1, 1)
         self.cpu_parts, self.observed = -1, list[Step]()
         self._left = iter(self.schedule)
 

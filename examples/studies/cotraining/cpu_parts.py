@@ -1,7 +1,7 @@
 """What the CPU trainer does once its cores are pinned: it keeps the model, and computes the parts that it is sent.
 
 p.data ─ a view of the memory where the trainer says that the weights are
-p.grad ─ copied into the job's slot as soon as it is complete, and freed
+p.grad ─ copied into the job's slot, or added there, as soon as it is complete, and freed
 """
 
 from __future__ import annotations
@@ -102,18 +102,25 @@ class CpuParts:
     def _compute(self, job: Compute) -> None:
         began_s = time.monotonic()
         self._slot, self._has_gradient = job.slot, [False] * len(self._parameters)
-        batch = unpacked(self._memories[INPUTS], job.at, job.text_bytes)
-        torch.manual_seed(job.seed)
         numerics.use(job.numerics)
-        loss = self._loss(self._model, batch)
-        loss.backward()
+        losses = list[float]()
+        for at, text_bytes, seed in job.micro_batches:
+            batch = unpacked(self._memories[INPUTS], at, text_bytes)
+            torch.manual_seed(seed)
+            loss = self._loss(self._model, batch)
+            (loss / len(job.micro_batches)).backward()
+            losses.append(float(loss.detach()))
         seconds = time.monotonic() - began_s
-        self._send(Computed(job=job.job, loss=float(loss.detach()), has_gradient=self._has_gradient, seconds=seconds))
+        self._send(Computed(job=job.job, losses=losses, has_gradient=self._has_gradient, seconds=seconds))
 
     def _take_gradient(self, index: int, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None, "autograd has just made it"
         at = self._slot * self._slot_bytes + self._offsets[index]
-        view(self._memories[GRADIENTS], at, parameter.dtype, parameter.shape).copy_(parameter.grad)
+        into = view(self._memories[GRADIENTS], at, parameter.dtype, parameter.shape)
+        if self._has_gradient[index]:  # of another micro-batch
+            into.add_(parameter.grad)
+        else:
+            into.copy_(parameter.grad)
         parameter.grad = None
         self._has_gradient[index] = True
 

@@ -2,8 +2,8 @@
 
     lend ─ weights ─▶ compute ─ inputs ─▶ …  forward, backward  … ─ gradients ─▶ receive ─▶ add, to the step's sums
 
-It is this process's child, and talks to it alone, over a Unix socket. Whatever happens to it, training goes on: `lost`
-then says why, and `receive` returns None. `shares` calls this.
+It is this process's child, and talks to it alone, over a Unix socket: of several ranks, to the first. Whatever happens
+to it, training goes on: `lost` then says why, and `receive` returns None. `shares` calls this.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE, Popen, TimeoutExpired
 from typing import Any, Final
 
-import torch
-from torch import Tensor
-
 from examples.studies.cotraining import numerics
+from examples.studies.cotraining.whole import Shared
 from examples.studies.cotraining.wire import (
     GRADIENTS,
     INPUTS,
@@ -44,10 +41,8 @@ from examples.studies.cotraining.wire import (
 from examples.studies.cotraining.work import Packed
 from hytrain.config import workers_environment
 from hytrain.errors import ClusterError
-from hytrain.memory import arena
 from hytrain.memory.arena import Memory, SharedMemory
-from hytrain.memory.lending import Lent, view
-from hytrain.memory.transfer import Transfer, transfers_for
+from hytrain.memory.lending import Lent
 from protocol.handles import PAGE_BYTES
 
 #: The module that the process runs, and the folder from which it is imported.
@@ -64,54 +59,42 @@ MOST_PLACES: Final = 2000
 
 
 class Partner:
-    """A CPU trainer for all `parameters` of an optimizer. Each part of a batch has a slot for its gradients.
+    """A CPU trainer for all parameters of a model.
 
-    `work` is what the process needs to build the model and to compute its loss, as JSON. `parameters` have the shapes
-    and dtypes, by name, without memory. `others` are the tensors that the model has besides: the process gets their
-    values. The attribute `others` are the copies that it has. `cores` are those that it may use. `lost` says why the
-    process is lost; "" if it is not.
+    `work` is what the process needs to build the model and to compute its loss, as JSON. `gradients` has the memory
+    with a slot for each part of a batch, `others` the tensors that the model has besides the parameters. `cores` are
+    those that it may use. `lost` says why the process is lost; "" if it is not.
     """
 
     def __init__(
         self,
         work: Mapping[str, Any],
-        parameters: Mapping[str, Tensor],
-        others: Mapping[str, Tensor],
+        gradients: Shared,
+        others: Shared,
         *,
-        device: torch.device,
-        slots: int,
         cores: Sequence[int],
         threads: int,
         log: Path,
         answer_timeout_s: float,
     ) -> None:
         """Return once the process is ready. Raises `ClusterError` if it does not start."""
+        assert gradients.made is not None and others.made is not None, "of several ranks, the first one has made them"
         self.lost = ""
-        self._pid = os.getpid()
-        self._parameters = parameters
+        self._names = [*gradients.layout.like]
         self._timeout_s = min(answer_timeout_s, LONGEST_S)
         self._jobs = 0
         self._answers: dict[int, Computed] = {}
         self._open = set[int]()
         self._memories: dict[Memory, int] = {}  # that are lent, and their numbers
         self._next_memory = OTHERS + 1
-        self._places: list[tuple[int, int]] = [(-1, -1)] * len(parameters)  # what the process was told last
-        offsets, self._slot_bytes = spread(parameters.values())
-        self._offsets = offsets
-        starts, nbytes = spread(others.values())
-        self._gradients = SharedMemory("gradients", slots * self._slot_bytes)
+        self._places: list[tuple[int, int]] = [(-1, -1)] * len(self._names)  # what the process was told last
+        self._gradients, self._others = gradients.made, others.made
         self._inputs = SharedMemory("inputs", PAGE_BYTES)
-        self._others = SharedMemory("others", max(nbytes, 1))
-        self.others = dict(zip(others, views(self._others.mapping, starts, others.values()), strict=True))
-        for name, other in others.items():
-            self.others[name].copy_(other.detach())
-        self._transfers, self._pinned = transfers_for(device), set[int]()  # slots
-        self.taken: Transfer | None = None  # the last copy out of a slot
         settings = {
-            "trainer": self._pid,
-            "parameters": _described(parameters, offsets),
-            "others": _described(others, starts),
-            "slot_bytes": self._slot_bytes,
+            "trainer": os.getpid(),
+            "parameters": gradients.layout.described(),
+            "others": others.layout.described(),
+            "slot_bytes": gradients.layout.nbytes,
             "cores": list(cores),
             "threads": threads,
             "work": dict(work),
@@ -156,28 +139,27 @@ class Partner:
     def pid(self) -> int:
         return self._process.pid
 
-    def hand_over(self, lent: Mapping[str, Lent], parts: Sequence[tuple[Any, int]]) -> list[int]:
-        """Have micro-batches computed with the weights that are lent, each with its seed of torch. Returns their jobs.
+    def hand_over(self, lent: Mapping[str, Lent], parts: Sequence[Sequence[tuple[Packed, int]]]) -> list[int]:
+        """Have parts computed with the weights that are lent. Returns their jobs.
 
-        The gradients of the first one are going to be in slot 0, and so on. Raises `UnsupportedError` if a micro-batch
-        cannot be sent.
+        Each part has one micro-batch or several, each with its seed of torch. The means of their gradients are going to
+        be in slot 0 for the first part, and so on. Nobody may still copy out of the slots.
         """
-        packed = [Packed(batch) for batch, _ in parts]
         for job in [*self._open]:  # an exception came before somebody received it
             self.receive(job)
-        if self.taken is not None:
-            self.taken.synchronize()
-        self._tell_places([lent[name] for name in self._parameters])
-        self._make_room(sum(each.nbytes for each in packed))
+        self._tell_places([lent[name] for name in self._names])
+        self._make_room(sum(each.nbytes for part in parts for each, _ in part))
         at, jobs, settings = 0, [], numerics.present()
-        for slot, (each, (_, seed)) in enumerate(zip(packed, parts, strict=True)):
-            each.write(self._inputs.mapping, at)
+        for slot, part in enumerate(parts):
+            micro_batches = []
+            for each, seed in part:
+                self._inputs.mapping.buffer[at : at + len(each.data)] = each.data
+                micro_batches.append((at, each.text_bytes, seed))
+                at += each.nbytes
             self._jobs += 1
             jobs.append(self._jobs)
             self._open.add(self._jobs)
-            text_bytes = each.text_bytes
-            self._send(Compute(job=self._jobs, slot=slot, at=at, text_bytes=text_bytes, seed=seed, numerics=settings))
-            at += each.nbytes
+            self._send(Compute(job=self._jobs, slot=slot, micro_batches=micro_batches, numerics=settings))
         return jobs
 
     def _tell_places(self, lent: Sequence[Lent]) -> None:
@@ -221,31 +203,13 @@ class Partner:
             self._open.discard(job)
         return answer
 
-    def gradients(self, slot: int, computed: Computed) -> dict[str, Tensor]:
-        """The gradients in `slot`, by name. Whoever copies them sets `taken`."""
-        at = slot * self._slot_bytes
-        if slot not in self._pinned:
-            self._transfers.pin(self._gradients.mapping.address + at, self._slot_bytes, gently=True)
-            self._pinned.add(slot)
-        gradients = views(self._gradients.mapping, self._offsets, self._parameters.values(), at)
-        named = zip(self._parameters, gradients, computed.has_gradient, strict=True)
-        return {name: gradient for name, gradient, has in named if has}
-
     def close(self) -> None:
-        """End the process, and free the memory. Does nothing in a forked child."""
-        if os.getpid() != self._pid:
-            return
+        """End the process."""
         self._process.kill()
         self._process.wait()
         os.close(self._pidfd)
         self._socket.close()
-        self.others = {}
-        if self.taken is not None:
-            self.taken.synchronize()
-        for slot in self._pinned:
-            self._transfers.unpin(self._gradients.mapping.address + slot * self._slot_bytes, self._slot_bytes)
-        for memory in (self._gradients, self._inputs, self._others):
-            memory.close()
+        self._inputs.close()
 
     def _send(self, message: Message, descriptor: int | None = None) -> None:
         """Nothing happens if the process is lost: `receive` says it."""
@@ -284,21 +248,3 @@ class Partner:
     def _lose(self, reason: str) -> None:
         self.lost = reason
         self._process.kill()
-
-
-def _described(tensors: Mapping[str, Tensor], starts: Sequence[int]) -> list[list[Any]]:
-    """Name, first byte, dtype and shape of each."""
-    dtypes = (str(each.dtype).removeprefix("torch.") for each in tensors.values())
-    rows = zip(tensors.items(), starts, dtypes, strict=True)
-    return [[name, at, dtype, list(each.shape)] for (name, each), at, dtype in rows]
-
-
-def spread(like: Iterable[Tensor]) -> tuple[list[int], int]:
-    """Where each of them begins, in bytes, if each has pages of its own; and where the last one ends."""
-    *offsets, end = accumulate((-(-each.nbytes // PAGE_BYTES) * PAGE_BYTES for each in like), initial=0)
-    return offsets, end
-
-
-def views(mapping: arena.Mapping, offsets: Iterable[int], like: Iterable[Tensor], start: int = 0) -> list[Tensor]:
-    """Tensors in a mapping, with the shapes and dtypes of `like`, each at its offset from `start`, in bytes."""
-    return [view(mapping, start + at, each.dtype, each.shape) for at, each in zip(offsets, like, strict=True)]

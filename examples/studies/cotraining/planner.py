@@ -7,6 +7,7 @@
     seconds(c) = max((n - 1 - c) · gpu_part,  lead + c · cpu_part)  +  c · add  +  gpu_part        for c > 0
     seconds(0) = n · gpu_part
 
+A pipeline trains all of its parts at once: there, none comes after the CPU's.
 `cotraining.shares` calls `observe` after each step and `decide` before it. `lead` follows from how long the GPU was
 idle. What this leaves out, as that updates share the cores, shows in how long steps with c parts really were: `seconds`
 is multiplied by that ratio, or by that of the present c where c was never tried. Another c is taken only for a clear
@@ -48,12 +49,15 @@ class Step:
 
 
 class CpuPartsPlanner:
-    """Chooses how many of `parts` the CPU trains: at most `most`. `why` says why that many, once it is decided."""
+    """Chooses how many of `parts` the CPU trains: at most `most`. `why` says why that many, once it is decided.
 
-    def __init__(self, parts: int, most: int) -> None:
-        assert 0 < most < parts, "the last part is the GPU's"
+    `after` is how many the GPU trains after the CPU's.
+    """
+
+    def __init__(self, parts: int, most: int, after: int = 1) -> None:
+        assert 0 < most < parts, "one part is the GPU's"
         self.cpu_parts, self.why = 0, ""
-        self._parts, self._most, self._since = parts, most, 0
+        self._parts, self._most, self._after, self._since = parts, most, after, 0
         numbers = partial(deque[float], maxlen=WINDOW)
         self._gpu_s, self._cpu_s, self._lead_s, self._add_s = numbers(), numbers(), numbers(), numbers()
         self._ratios: defaultdict[int, deque[float]] = defaultdict(numbers)
@@ -82,7 +86,7 @@ class CpuPartsPlanner:
     def _observe_lead(self, step: Step) -> None:
         """What the CPU's parts don't explain of the time until the GPU goes on; at most that, if the GPU was busy."""
         assert step.cpu_part_s is not None
-        beside_s = (self._parts - 1 - step.cpu_parts) * step.gpu_part_s + step.idle_s
+        beside_s = (self._parts - self._after - step.cpu_parts) * step.gpu_part_s + step.idle_s
         lead_s = max(beside_s - step.cpu_parts * step.cpu_part_s, 0.0)
         if step.idle_s < IDLE * step.gpu_part_s:
             lead_s = min(lead_s, self._lead())
@@ -114,8 +118,8 @@ class CpuPartsPlanner:
         if cpu_parts == 0:
             return self._parts * gpu_s
         add_s = median(self._add_s) if self._add_s else 0.0
-        beside_s = max((self._parts - 1 - cpu_parts) * gpu_s, self._lead() + cpu_parts * median(self._cpu_s))
-        return beside_s + cpu_parts * add_s + gpu_s
+        gpu_parts, cpu_s = self._parts - self._after - cpu_parts, self._lead() + cpu_parts * median(self._cpu_s)
+        return max(gpu_parts * gpu_s, cpu_s) + cpu_parts * add_s + self._after * gpu_s
 
     def _sentence(self, chosen: int) -> str:
         each = f"a part takes {median(self._gpu_s):.3g} s on the GPU and {median(self._cpu_s):.3g} s on the CPU"

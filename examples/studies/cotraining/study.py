@@ -80,7 +80,7 @@ class InTurn:
 
     why = "it is its turn"
 
-    def __init__(self, parts: int, most: int) -> None:
+    def __init__(self, parts: int, most: int, after: int) -> None:
         self.cpu_parts, self._numbers, self._steps = 0, most + 1, 0
 
     def observe(self, step: Step) -> None:

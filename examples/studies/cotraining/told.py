@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.errors import UnsupportedError, UsageError
+from hytrain.model import fsdp
 from hytrain.model.hooks import OnGradient
 from hytrain.model.layers import clean
-from hytrain.tensors import version
+from hytrain.tensors import local, version
 
 
 class Told:
@@ -26,6 +27,8 @@ class Told:
 
     def __init__(self, model: nn.Module, trained: Collection[str]) -> None:
         """Raises `UnsupportedError` for what a CPU trainer cannot know."""
+        fsdp.reshard(model)
+        self._model = model
         self._modules = [(clean(name), module) for name, module in model.named_modules()]
         self._places = [*model.named_modules(remove_duplicate=False)]  # a module may have several names
         self._parameters = [(clean(name), parameter) for name, parameter in model.named_parameters()]
@@ -48,7 +51,11 @@ class Told:
         self._seen = {name: (tensor, version(tensor)) for name, tensor in self.others.items()}
 
     def require(self, copies: Mapping[str, Tensor], device: torch.device) -> None:
-        """Raise `UsageError` if something has changed since. `copies` are the values that the CPU trainer has."""
+        """Raise `UsageError` if something has changed since.
+
+        `copies` are the values that the CPU trainer has, of what is distributed this rank's parts.
+        """
+        fsdp.reshard(self._model)  # or else some parameters are not there
         changed = next(self._changed(copies), None)
         if changed is not None:
             raise UsageError(
@@ -75,8 +82,8 @@ class Told:
             seen, count = self._seen[name]
             if tensor is seen and version(tensor) == count:
                 continue
-            copy = copies[name]
-            if tensor.shape != copy.shape or not torch.equal(tensor.detach().to(copy), copy):
+            copy, own = copies[name], local(tensor).detach()
+            if own.shape != copy.shape or not torch.equal(own.to(copy), copy):
                 yield f"the values of {name}"
             self._seen[name] = tensor, version(tensor)  # the same values, written again
 

@@ -44,17 +44,16 @@ class TakeBack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Run forward and backward of one part of a batch, a micro-batch.
+    """Run forward and backward of one part of a batch: a micro-batch, or one of each rank.
 
-    The micro-batch begins at byte `at` of the memory for inputs, with `text_bytes` of JSON. The gradients go to slot
-    `slot`. `seed` is torch's for this part, `numerics` are its settings, as JSON. `job` numbers the orders.
+    `micro_batches` has for each the byte of the memory for inputs at which it begins, its bytes of JSON, and its seed
+    of torch. The mean of their gradients goes to slot `slot`. `numerics` are torch's settings, as JSON. `job` numbers
+    the orders.
     """
 
     job: int
     slot: int
-    at: int
-    text_bytes: int
-    seed: int
+    micro_batches: Sequence[tuple[int, int, int]]
     numerics: str
 
 
@@ -65,10 +64,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computed:
-    """The part's loss, which parameters have a gradient in its slot, and how long it took."""
+    """The losses of the part's micro-batches, which parameters have a gradient in its slot, and how long it took."""
 
     job: int
-    loss: float
+    losses: Sequence[float]
     has_gradient: Sequence[bool]
     seconds: float
 

@@ -74,43 +74,43 @@ def found(described: Sequence[Any]) -> partial[Any]:
 
 
 class Packed:
-    """A micro-batch as bytes: `nbytes` in all, of which the first `text_bytes` are JSON."""
+    """A micro-batch as bytes, `data`, of which the first `text_bytes` are JSON. With `nbytes`, the next one begins."""
 
     def __init__(self, batch: Any) -> None:
         """Raises `UnsupportedError` if it has something else than tensors and JSON's values."""
-        self._tensors: list[Tensor] = []
-        self._text = json.dumps(self._described(batch, "a micro-batch")).encode()
-        self.text_bytes = len(self._text)
-        self._starts = [*_starts(self.text_bytes, [each.nbytes for each in self._tensors])]
-        self.nbytes = self._starts[-1]
+        tensors = list[Tensor]()
+        text = json.dumps(_described(batch, "a micro-batch", tensors)).encode()
+        *starts, self.nbytes = _starts(len(text), [each.nbytes for each in tensors])
+        self.text_bytes, self.data = len(text), bytearray(self.nbytes)
+        self.data[: len(text)] = text
+        for start, tensor in zip(starts, tensors, strict=True):
+            if tensor.numel():
+                into = torch.frombuffer(self.data, dtype=tensor.dtype, count=tensor.numel(), offset=start)
+                into.view(tensor.shape).copy_(tensor)
 
-    def _described(self, part: Any, where: str) -> dict[str, Any]:
-        if isinstance(part, Tensor):
-            if not is_plain(part):
-                raise UnsupportedError(f"{where} is a tensor that is not dense: make it dense for the CPU trainer")
-            self._tensors.append(part.detach())
-            return {"tensor": [str(part.dtype).removeprefix("torch."), list(part.shape)]}
-        if isinstance(part, Mapping) and all(isinstance(key, str) for key in part):
-            return {"dict": {key: self._described(value, f"{where}[{key!r}]") for key, value in part.items()}}
-        if type(part) in (list, tuple):
-            members = [self._described(value, f"{where}[{index}]") for index, value in enumerate(part)]
-            return {type(part).__name__: members}
-        if part is None or isinstance(part, bool | int | float | str):
-            return {"value": part}
-        raise UnsupportedError(
-            f"{where} is of {type(part).__name__}: only tensors, numbers, strings, and lists, tuples and dictionaries "
-            "(with strings as keys) of them can be sent to the CPU trainer"
-        )
 
-    def write(self, mapping: arena.Mapping, at: int) -> None:
-        """Write it into memory, from byte `at` on, which is a multiple of `ALIGN_BYTES`."""
-        mapping.buffer[at : at + self.text_bytes] = self._text
-        for start, tensor in zip(self._starts, self._tensors, strict=False):
-            view(mapping, at + start, tensor.dtype, tensor.shape).copy_(tensor)
+def _described(part: Any, where: str, tensors: list[Tensor]) -> dict[str, Any]:
+    """A part of a micro-batch as JSON, but for the tensors' elements."""
+    if isinstance(part, Tensor):
+        if not is_plain(part):
+            raise UnsupportedError(f"{where} is a tensor that is not dense: make it dense for the CPU trainer")
+        tensors.append(part.detach())
+        return {"tensor": [str(part.dtype).removeprefix("torch."), list(part.shape)]}
+    if isinstance(part, Mapping) and all(isinstance(key, str) for key in part):
+        return {"dict": {key: _described(value, f"{where}[{key!r}]", tensors) for key, value in part.items()}}
+    if type(part) in (list, tuple):
+        members = [_described(value, f"{where}[{index}]", tensors) for index, value in enumerate(part)]
+        return {type(part).__name__: members}
+    if part is None or isinstance(part, bool | int | float | str):
+        return {"value": part}
+    raise UnsupportedError(
+        f"{where} is of {type(part).__name__}: only tensors, numbers, strings, and lists, tuples and dictionaries "
+        "(with strings as keys) of them can be sent to the CPU trainer"
+    )
 
 
 def unpacked(mapping: arena.Mapping, at: int, text_bytes: int) -> Any:
-    """The micro-batch that `Packed` has written there. Its tensors are views of the memory."""
+    """The micro-batch whose `Packed.data` is there. Its tensors are views of the memory."""
     described = json.loads(bytes(mapping.buffer[at : at + text_bytes]))
     place = at + text_bytes
 
