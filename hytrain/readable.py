@@ -41,7 +41,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def seconds(duration_s: float) -> str:
     """A duration in seconds or milliseconds."""
-    return f"{duration_s:.2f} s" if duration_s >= 1.0 else f"{duration_s * 1e3:.1f} ms"
+    return f"{duration_s:.2f} s" if duration_s >= 1.0 else f"{duration_s * 1e3:z.1f} ms"
 
 
 def age(seconds_ago: float) -> str:

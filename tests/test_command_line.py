@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from workers.launch import launcher
-from workers.watch import doctor, monitor, report, timeline
+from workers.watch import bill, doctor, monitor, report
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs/command-line.md").read_text()
 COMMANDS: dict[str, Callable[[], Any]] = {
@@ -19,7 +19,7 @@ COMMANDS: dict[str, Callable[[], Any]] = {
     "hytrain-cluster doctor": lambda: doctor.main([]),
     "hytrain-monitor": lambda: monitor._parse([]),
     "hytrain-monitor report": lambda: report.main(["x"]),
-    "hytrain-monitor trace": lambda: timeline.main(["x"]),
+    "hytrain-monitor trace": lambda: bill.main(["x"]),
 }
 
 

@@ -1373,6 +1373,30 @@ def test_a_calibration_of_the_cpu_alone_is_too_fast(driver: Driver) -> None:
     assert driver.profile.layers[0].cpu_update_s == pytest.approx(BESIDE_TRAINING * 1e-9 * SEGMENT.numel)
 
 
+def test_a_timeline_gets_what_trainer_and_optimizer_calibrated(driver: Driver) -> None:
+    """Also under a coordinator that takes the place of another one, and as measured: planning counts on less."""
+    asked: dict[str, Any] = {"policy": "fixed", "k": 0.0, "device": "cuda", "gpu_bytes": 1 << 40}
+    plan = driver.start(**asked)
+    rates = driver.state.fleet.seat(0).rates()
+    moved = 2 + 2 * (2 + 2 + 8)  # bytes of gradient, and of weight, remainder and moments, read and written
+    assert rates == {
+        "rank": 0,
+        "numels": [layer.numel for layer in TABLE.layers],
+        "update_bytes": pytest.approx(moved),
+        "cpu_update_s": OPTIMIZERS.cpu_update_s,
+        "to_host_s": pytest.approx(TRAINERS.d2h_s / 2),
+        "to_device_s": pytest.approx(TRAINERS.h2d_s / 2),
+    }
+    assert driver.state.fleet.seat(1).rates() == {}
+    other, counts = Driver(), dict.fromkeys(("moved", "skipped"), 0)
+    other.join(OPTIMIZER, 10)
+    other.join(TRAINER, 11)
+    other.handle(OPTIMIZERS, OPTIMIZER)
+    facts = {"plan": plan, "places": plan.places, "holds": False, "draws": True, "step": 3}
+    other.handle(m.Rejoin(table=table(**asked), calibration=TRAINERS, **facts, **counts))
+    assert other.state.fleet.seat(0).rates() == rates
+
+
 def test_memory_for_visits_and_waiting_gradients_is_planned_with(driver: Driver) -> None:
     """The ring stays once it was made, and is then part of what steps need; so are gradients that have waited."""
     state, waiting, ring, hold = 10 * SEGMENT.numel, 2 * 2 * SEGMENT.numel, 1000, 5000

@@ -25,7 +25,7 @@ from integration.programs import environment, run
 from hytrain.errors import ConfigError
 from hytrain.recipe import config
 from workers.launch import launcher
-from workers.watch import doctor, monitor, report, timeline
+from workers.watch import bill, doctor, monitor, report
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
@@ -137,7 +137,7 @@ def test_a_command_is_one_and_marked_if_it_needs_a_gpu(
             launcher._run(launcher._parse(arguments))
         assert marked in (None, getattr(read.value, "device", None) == "cuda")
     elif name == "hytrain-monitor":
-        own = {"report": report.main, "trace": timeline.main}.get(arguments[0] if arguments else "")
+        own = {"report": report.main, "trace": bill.main}.get(arguments[0] if arguments else "")
         with pytest.raises(Parsed):
             own(arguments[1:]) if own else monitor._parse(arguments)
         assert not marked

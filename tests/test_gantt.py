@@ -8,15 +8,17 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from test_bill import Drawn
 from test_report import in_a_browser, record, rows, run
-from test_waits import Drawn
 
 from hytrain.run import trace
 from hytrain.step.measure import TRACKS
 from workers.watch import gantt, timeline
+from workers.watch.bill import PARTS, bill
 from workers.watch.gantt import KINDS, MOST_STEPS, ROWS, figure
 from workers.watch.report import page
 from workers.watch.story import read
+from workers.watch.timeline import of_run
 
 NOW = datetime(2026, 11, 25, 12, 0, tzinfo=UTC)
 CSS = (Path(gantt.__file__).with_name("pages") / "page.css").read_text()
@@ -92,11 +94,12 @@ def test_everything_that_processes_draw_is_in_the_picture_or_left_out_on_purpose
 
 def test_the_table_beside_it_tells_causes_and_what_helps(folder: Path) -> None:
     found = rows(page([read(folder)], NOW), f"What the {MOST_STEPS + 2} steps in the timeline of one consist of")
-    assert found[0][1:] == ["per step", "share", "mostly", "what helps"]
+    assert found[0][1:] == ["of a step", "share", "busy", "bound", "mostly", "what helps"]
     told = {cells[0]: cells[1:] for cells in found[1:]}
-    assert told["computing"][:2] == ["40.0 ms", "40.0%"]
-    loop = timeline.CAUSES["loop"]
-    assert told[loop.title] == ["10.0 ms", "10.0%", "", loop.advice]
+    assert told["computing"][:4] == ["40.0 ms", "40.0%", "40.0 ms", "40.0 ms"]
+    loop = PARTS["loop"]
+    assert told[loop.title] == ["10.0 ms", "10.0%", "10.0 ms", "10.0 ms", "", loop.advice]
+    assert f"<p>{bill(of_run(folder)[0]).limit}</p>" in page([read(folder)], NOW)
 
 
 def test_ranks_have_rows_of_their_own(tmp_path: Path) -> None:
@@ -112,7 +115,7 @@ def test_ranks_have_rows_of_their_own(tmp_path: Path) -> None:
     text = page([read(folder)], NOW)
     assert re.findall(r"<li>([\w :]+)</li>", drawn_in(text)) == ["rank 0: trainer", "rank 1: trainer"]
     assert "Timeline of one: step 41<" in text
-    assert len(rows(text, "What the 1 steps in the timeline of one, rank 1 consist of")) == 2
+    assert len(rows(text, "What the 1 steps in the timeline of one, rank 1 consist of")) == 3
 
 
 def test_without_a_timeline_that_can_be_read_there_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("rich")
 
 from rich.console import Console
-from test_waits import Drawn
+from test_bill import Drawn
 
 from hytrain.run import trace
 from workers.watch import timeline
@@ -103,7 +103,7 @@ def test_ranks_have_rows_of_their_own_and_a_cause_is_told_of_the_rank_where_it_c
     waits = [line.split(": ")[:2] for line in shown if line.startswith("waits")]
     assert waits == [
         ["waits     rank 1", "15.0 ms 15.0%  the loop between steps"],
-        ["waits     rank 0", "10.0 ms 10.0%  weights that the CPU still updated (mostly layer-3)"],
+        ["waits     rank 0", "10.0 ms 10.0%  updates on the CPU (mostly layer-3)"],
         ["waits     rank 1", "5.0 ms 5.0%  step()"],
     ]
     assert "rank 0: computing 70.0%" in shown[0]

@@ -78,10 +78,10 @@ class Boundary:
         """
         self.rejoin(step)
         has_drawn = self._meter.draws
-        times = self._meter.end_step(step, number)  # first: it also sets the meter's numbers below
+        traffic = to_device_bytes, to_host_bytes = self._traffic.take()
+        times = self._meter.end_step(step, number, traffic)  # first: it also sets the meter's numbers below
         now_s, places, room = time.monotonic(), self._places(), self._gpu_room()
         self._handover.arrivals.end_step()
-        to_device_bytes, to_host_bytes = self._traffic.take()
         self.statistics = Statistics(
             step=number,
             step_s=now_s - self._stepped_s,

@@ -34,7 +34,9 @@ class StepMarks:
     step has several. `starved` counts the layers at the end of whose backward the device had finished all earlier work,
     so that it waited for launches. (In forward, a stall also causes that.) If updates have waited for `step()`, `held`
     is the time between the last gradient and their beginning. In a step that is drawn, `began` is the end of the step
-    before, `left` the end of that one's `step()`, and `entered` the beginning of its own.
+    before, `left` the end of that one's `step()`, and `entered` the beginning of its own. `launched_s` has the host's
+    time at which the marks were left that end forwards and backwards, and `traffic` the bytes to the device and to host
+    memory.
     """
 
     step: int
@@ -52,6 +54,8 @@ class StepMarks:
     left: Mark = None
     entered: Mark = None
     held: Span | None = None
+    launched_s: dict[Mark, float] = field(default_factory=dict)
+    traffic: tuple[int, int] = (0, 0)
 
     def marks(self) -> Iterator[Mark]:
         """All marks: the step's own work, beginning with its first mark, then copies and all-gathers, then the end."""

@@ -45,6 +45,8 @@ MAX_OPEN_STEPS: Final = 8
 MAX_JUMP_S: Final = 1e-4
 #: A shorter wait, or rest of a step, is not drawn: two marks with no work between them are that far apart.
 MIN_STALL_S: Final = 2e-5
+#: A device that passes a mark so soon after it was left has waited for it: it had no other work.
+DRY_S: Final = 5e-5
 #: Field of `LayerTimes`, or of the report -> track and name in the timeline.
 TRACKS: Final = {
     "forward_s": ("compute", "forward"),
@@ -149,6 +151,13 @@ class Meter:
         """Leave a mark, on the current stream unless another one is given; None in a step that is not measured."""
         return self._marks.mark() if stream is None else self._marks.mark_on(stream)
 
+    def arrive(self) -> Mark:
+        """A module is about to run, or a layer's backward is over: leave a mark, before anything waits."""
+        mark = self._marks.mark()
+        if self._trace.draws(self._now.step):
+            self._now.launched_s[mark] = time.monotonic()
+        return mark
+
     def forward(self, lids: tuple[int, ...], arrived: Mark, waited: Waited | None = None) -> None:
         """The module that has `arrived`, and reads layers `lids`, continues.
 
@@ -205,7 +214,7 @@ class Meter:
         before = now.backward[-1][1] if now.backward else now.forward[-1][1][1] if now.forward else None
         if self._marks.runs_ahead and before is not None:
             now.starved += self._clock.passed(before)
-        now.backward.append((lid, self._marks.mark()))
+        now.backward.append((lid, self.arrive()))
 
     def begin_held(self) -> None:
         """All gradients have come before, and updates begin only now."""
@@ -221,12 +230,12 @@ class Meter:
         with self._turning:
             self._now.spans.append((kind, lid if isinstance(lid, tuple) else (lid,), step, span))
 
-    def end_step(self, step: int, number: int = 0) -> tuple[LayerTimes, ...]:
+    def end_step(self, step: int, number: int = 0, traffic: tuple[int, int] = (0, 0)) -> tuple[LayerTimes, ...]:
         """End this step's marks. Returns the times of the oldest open step, if the device has passed it.
 
-        `number` is the step's number for the user.
+        `number` is the step's number for the user, `traffic` the bytes that were copied to the device and to the host.
         """
-        self._now.end, self._now.number = self._marks.mark(), number
+        self._now.end, self._now.number, self._now.traffic = self._marks.mark(), number, traffic
         self._entered.clear()
         draws = self._trace.draws(step + 1)
         with self._turning:
@@ -400,10 +409,10 @@ class Meter:
         if marks.end is not None and self._trace.draws(marks.step):
             began_s = zero_s if marks.began is None else self._clock.at(marks.began)
             facts: dict[str, Any] = {"step": marks.step, "number": marks.number}
-            if self._clock.runs_ahead and marks.backward:
-                facts["starved"] = marks.starved / len(marks.backward)
+            facts |= zip(("to_device_bytes", "to_host_bytes"), marks.traffic, strict=True)
             self._draw_span("step", f"step {marks.step}", began_s, self._clock.at(marks.end), **facts)
             intervals = intervals + self._rest(marks, intervals)
+        dry_s = _ran_dry(self._clock, marks, first)
         for kind, lids, step, began_s, ended_s in sorted(intervals, key=lambda interval: interval.ended_s):
             if not self._trace.draws(step):
                 continue
@@ -413,6 +422,8 @@ class Meter:
             for lid in lids[:1]:
                 facts["lid"] = lid
                 name = f"{what} {self._names[lid] if self._names else lid}"
+            if kind in ("forward_s", "backward_s") and ended_s in dry_s:
+                facts["dry"] = True
             self._draw_span(track, name, zero_s + began_s, zero_s + ended_s, **facts)
 
     def _draw_span(self, track: str, name: str, began_s: float, ended_s: float, **args: Any) -> None:
@@ -425,6 +436,16 @@ class Meter:
 
 
 _BEGAN: Final = attrgetter("began_s")
+
+
+def _ran_dry(clock: Clock, marks: StepMarks, first: Mark) -> set[float]:
+    """The ends of those forwards and backwards, from the first mark on, at which the device waited for launches."""
+    if not clock.runs_ahead:
+        return set()
+    ends = [span[0] for _, span in marks.forward] + [mark for _, mark in marks.backward]
+    launched_s = marks.launched_s
+    dry = [mark for mark in ends if mark in launched_s and clock.at(mark) - launched_s[mark] < DRY_S]
+    return {clock.seconds((first, mark)) for mark in dry}
 
 
 def _within(whole: Interval, other: Interval) -> Interval:

@@ -75,7 +75,7 @@ class Reads:
     def enter(self, gate: Gate) -> None:
         """A module reads the gate's layers: make the current stream wait for them. Idempotent, also inside backward."""
         measured = self._measures(gate)
-        arrived = self._meter.mark() if measured else None
+        arrived = self._meter.arrive() if measured else None
         self._await(gate, measured)
         if measured:
             self._meter.forward(gate.lids, arrived)
@@ -115,7 +115,7 @@ class Reads:
 
     def before_use_of_gathered(self) -> Mark:
         """Modules are about to wait for an all-gather."""
-        return self._meter.mark()
+        return self._meter.arrive()
 
     def use_gathered(self, gate: Gate, arrived: Mark, waited: Waited) -> None:
         """Modules compute with what was gathered."""

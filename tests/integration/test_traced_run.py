@@ -20,6 +20,8 @@ from hytrain.step.measure import MIN_STALL_S
 from protocol.address import Address
 from protocol.placement import CPU, GPU, VISIT
 from workers.watch import monitor
+from workers.watch.bill import Row, bill
+from workers.watch.timeline import of_run
 
 STEPS = 40
 #: On a CPU these follow each other for every layer that the optimizer process owns, in every step.
@@ -85,6 +87,20 @@ def test_a_run_in_which_layers_change_owners_all_the_time(run_dir: Path) -> None
     all_three_processes_are_shown(timeline)
     each_step_adds_up(timeline)
     steps_k_and_plans_are_shown(timeline)
+    rows = billed(run_dir)
+    assert {key for key, row in rows.items() if row.bound_ms is None} == {"memory", "ranks", "rest"}
+    assert all(0.0 <= row.bound_ms <= (row.busy_ms or 0.0) for row in rows.values() if row.bound_ms is not None)
+
+
+def billed(run_dir: Path) -> dict[str, Row]:
+    """The bill, whose parts add up to the steps but for rests that are too short to be drawn."""
+    timeline = of_run(run_dir)[0]
+    found = bill(timeline)
+    rows = {row.key: row for row in found.rows}
+    parts = 1 + sum(event.track == "compute" for event in Timeline.of(run_dir))
+    assert sum(row.ms or 0.0 for row in found.rows) == pytest.approx(found.step_ms)
+    assert abs(rows["rest"].ms or 0.0) * found.steps <= parts * MIN_STALL_S * 1e3
+    return rows
 
 
 def each_gradient_is_followed_to_its_weights(timeline: Timeline) -> None:
@@ -271,12 +287,18 @@ def test_some_steps_of_a_run_are_drawn_on_command(run_dir: Path, capsys: pytest.
             said = capsys.readouterr().out.splitlines()
             assert said[:2] == [f"the next {steps} steps are drawn into trace.json", str(run_dir / trace.FILE)]
             assert said[3].startswith(f"{steps} steps from step ")
+            assert sum(line.startswith("the limit is ") for line in said) == 1
             timeline = Timeline.of(run_dir)
             drawn = sorted(event.args["step"] for event in timeline if event.track == "step")
             assert len(drawn) == steps and drawn == list(range(drawn[0], drawn[0] + steps))
             assert {event.process for event in timeline} == {"trainer-0", "optimizer-0", "coordinator-0"}
             lives = timeline.lives()
             assert {step for step, _ in lives} == set(drawn)
+            assert billed(run_dir)["cpu"].bound_ms, "the rates are drawn, too"
+            updated = [lid for (_, lid), life in lives.items() if "CPU update" in life]
+            read = of_run(run_dir)[0]
+            gradients_bytes = 4 * sum(read.rates["numels"][lid] for lid in updated)
+            assert 0 < gradients_bytes <= read.to_host_bytes < 1.01 * gradients_bytes, "and samples of weights"
             for (step, lid), life in lives.items():
                 if "update" not in life:
                     check_order(life, step, lid, lives[step + 1, lid].get("forward", []) if step + 1 in drawn else [])

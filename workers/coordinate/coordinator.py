@@ -35,6 +35,7 @@ from protocol.address import COORDINATOR, Address
 from protocol.channel import Inbox, Incoming, Network, Outbox, PeerDied, PeerNotReading, Publisher
 from protocol.quiet import rate_limited
 from workers.coordinate.coordinator_state import CoordinatorState
+from workers.coordinate.fleet import Fleet
 from workers.coordinate.gauges import Gauges
 from workers.coordinate.last_plans import LastPlans
 from workers.coordinate.members import BEAT_S, HandshakeError
@@ -228,7 +229,7 @@ class Coordinator:
                     known[1].send(m.Goodbye())  # its records are whole
             self._disconnect(incoming.sender)
         if self._trace.is_on:
-            _draw(self._trace, incoming, commands, now_s)
+            _draw(self._trace, self._state.fleet, incoming, commands, now_s)
         if isinstance(incoming.message, m.Hello) and incoming.address.role == "trainer":
             self._watch(incoming.address, incoming.sender, incoming.message.pid)
 
@@ -343,9 +344,12 @@ class Coordinator:
             process.resume()
 
 
-def _draw(trace: TraceWriter, incoming: Incoming, commands: Sequence[Command], now_s: float) -> None:
-    """Add a message and its commands to the timeline: steps, and plans proposed and in effect."""
+def _draw(trace: TraceWriter, fleet: Fleet, incoming: Incoming, commands: Sequence[Command], now_s: float) -> None:
+    """Add a message and its commands to the timeline: rates, steps, and plans proposed and in effect."""
     message, rank = incoming.message, incoming.address.rank
+    has_rates = fleet.taken if Draw(begins=True) in commands else []
+    for seat in [fleet.seat(rank)] if isinstance(message, m.Calibration) else has_rates:
+        trace.instant("plans", f"rates of {seat.trainer}", now_s, **seat.rates())
     whose = f" of trainer-{rank}" if rank else ""
     for command in commands:
         if isinstance(command, Send) and command.to.role == "trainer" and isinstance(plan := command.message, m.Plan):

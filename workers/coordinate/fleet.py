@@ -9,12 +9,15 @@ The optimizer of rank r serves the trainer of rank r. Seats are independent of e
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any, Final
 
 from protocol import messages as m
 from protocol.address import Address
+from protocol.handles import layout
 from workers.coordinate.records import SHOWN_BYTES, Records, shown
 from workers.effects import Command, Keep, Note, Send
 from workers.planning.last import LastPlan
@@ -44,6 +47,7 @@ class TrainerSeat:
         self._replan_every, self._recall = replan_every, recall
         self._before: Planning | None = None  # of the previous trainer
         self._calibration: m.Calibration | None = None
+        self._calibrated = m.Calibration()  # all that trainer and optimizer have measured
         self._farewells: set[str] = set()
         self._gathers_s: deque[float] = deque(maxlen=GATHER_STEPS)
 
@@ -57,6 +61,8 @@ class TrainerSeat:
             if message.continues and self._before is not None:
                 planning.mode.continue_from(self._before.mode)
             return [*kept, *planning.begin()]
+        if isinstance(message, m.Calibration):
+            self._calibrate(message)
         if isinstance(message, m.Rejoin):
             return self._rejoin(message) if self.planning is None else []  # it may come twice
         if self.planning is None and isinstance(message, m.Calibration):
@@ -81,9 +87,36 @@ class TrainerSeat:
         """The trainer that the last coordinator knew."""
         planning = self._plan(message.table)
         told = planning.rejoin(message)
+        self._calibrate(message.calibration)
         if self._calibration is not None:
             planning.on_calibration(Address("optimizer", self.trainer.rank), self._calibration)
         return [Note(f"{self.trainer} is back after {message.step} steps"), *told]
+
+    def _calibrate(self, calibration: m.Calibration) -> None:
+        measured = {role: rate_s for role, rate_s in asdict(calibration).items() if rate_s is not None}
+        self._calibrated = replace(self._calibrated, **measured)
+
+    def rates(self) -> dict[str, Any]:
+        """What a step's bill needs besides times, for a timeline. A seat without a trainer has none.
+
+        `numels`: the parameters of each layer, by LID. `update_bytes`: what the CPU's update of one parameter reads and
+        writes in host memory. In seconds, as measured before the first step, or None: `cpu_update_s` per parameter,
+        `to_host_s` and `to_device_s` per byte.
+        """
+        if self.planning is None:
+            return {}
+        layers, planes = self.planning.table.layers, Counter[str]()
+        for plane, arrays in chain.from_iterable(layout(layer).handles.items() for layer in layers):
+            planes[plane] += sum(array.nbytes for array in arrays if array is not None)
+        numel, known = sum(layer.numel for layer in layers), self._calibrated
+        return {
+            "rank": self.trainer.rank,
+            "numels": [layer.numel for layer in layers],
+            "update_bytes": (2 * planes.total() - planes["grads"]) / numel,
+            "cpu_update_s": known.cpu_update_s,
+            "to_host_s": None if known.d2h_s is None else known.d2h_s * numel / planes["grads"],
+            "to_device_s": None if known.h2d_s is None else known.h2d_s * numel / planes["weights"],
+        }
 
     def command(self, name: str, value: str) -> tuple[m.CommandReply, list[Command]]:
         """Give the trainer's planning a command."""

@@ -15,7 +15,8 @@ from html import escape
 from typing import Final
 
 from hytrain.readable import seconds
-from workers.watch.timeline import Span, Timeline, shares
+from workers.watch.bill import bill
+from workers.watch.timeline import Span, Timeline
 
 #: Of each rank from top to bottom: a row's name and its kinds, those that few steps have last.
 ROWS: Final = (
@@ -129,9 +130,9 @@ def _legend(kinds: Iterable[str]) -> str:
 def _told(title: str, timelines: Mapping[int, Timeline]) -> str:
     """What the picture shows, for those who do not see it; the table beside it tells more."""
     told = [f"{title}."]
-    for rank, found in ((rank, shares(timeline)) for rank, timeline in timelines.items()):
-        waits = [f"{share.cause.title} {share.ms / found.step_ms:.1%}" for share in found.waits]
-        told.append(f"Rank {rank}: computing {found.busy:.1%} of a step; {', '.join(waits) or 'no waits'}.")
+    for rank, found in ((rank, bill(timeline)) for rank, timeline in timelines.items()):
+        waits = [f"{row.part.title} {found.share(row):.1%}" for row in found.waits]
+        told.append(f"Rank {rank}: computing {found.computing:.1%} of a step; {', '.join(waits) or 'no waits'}.")
     return " ".join(told)
 
 

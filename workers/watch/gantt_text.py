@@ -16,11 +16,11 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hytrain.readable import seconds
 from workers.watch import timeline
+from workers.watch.bill import Row, bill
 from workers.watch.gantt import KINDS, ROWS, Lanes, lanes
 from workers.watch.status_text import BARS
-from workers.watch.timeline import Share, Span, Timeline, union
+from workers.watch.timeline import Span, Timeline, union
 
 #: The characters of a trainer's kinds, and the styles of all.
 MARKS: Final = {
@@ -53,7 +53,7 @@ class Drawing:
 
     def __init__(self, timelines: Mapping[int, Timeline]) -> None:
         self._timelines = timelines
-        self._shares = {rank: timeline.shares(one) for rank, one in timelines.items()}
+        self._bills = {rank: bill(one) for rank, one in timelines.items()}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield self._words()
@@ -70,23 +70,23 @@ class Drawing:
         words = Table.grid(padding=(0, 2))
         words.add_column(style="bold")
         words.add_column(overflow="fold")
-        rank, first = next(iter(self._shares.items()))
-        words.add_row("timeline", f"{first}; {self._whose(rank)}computing {first.busy:.1%}")
-        worst = dict[str, tuple[float, int, Share]]()  # of each cause, on the rank where it is largest
-        for rank, found in self._shares.items():
-            for share in found.seen:
-                part = share.ms / found.step_ms
-                if share.key not in worst or part > worst[share.key][0]:
-                    worst[share.key] = part, rank, share
-        for part, rank, share in sorted(worst.values(), key=lambda wait: -wait[0])[:MOST_WAITS]:
-            about = f"{share.cause.title}{f' (mostly {share.mostly})' if share.mostly else ''}"
-            told = f"{self._whose(rank)}{seconds(share.ms / 1e3)} {part:.1%}  {about}"
-            advice = f": {share.cause.advice}" if self._shares[rank].is_costly(share) else ""
+        rank, first = next(iter(self._bills.items()))
+        words.add_row("timeline", f"{first}; {self._whose(rank)}computing {first.computing:.1%}")
+        worst = dict[str, tuple[float, int, Row]]()  # of each part, on the rank where it is largest
+        for rank, found in self._bills.items():
+            for row in found.waits:
+                share = found.share(row)
+                if row.key not in worst or share > worst[row.key][0]:
+                    worst[row.key] = share, rank, row
+        for share, rank, row in sorted(worst.values(), key=lambda wait: -wait[0])[:MOST_WAITS]:
+            about = f"{row.part.title}{f' (mostly {row.mostly})' if row.mostly else ''}"
+            told = f"{self._whose(rank)}{row.cells[0]} {share:.1%}  {about}"
+            advice = f": {row.part.advice}" if self._bills[rank].is_costly(row) else ""
             words.add_row("waits", Text(told + advice))
         return words
 
     def _whose(self, rank: int) -> str:
-        return f"rank {rank}: " if len(self._shares) > 1 else ""
+        return f"rank {rank}: " if len(self._bills) > 1 else ""
 
 
 def _head(found: Lanes, columns: int) -> str:

@@ -31,7 +31,7 @@ from hytrain.readable import age, gib
 from protocol import messages as m
 from workers import run_folder
 from workers.exits import EXIT_USAGE, printing
-from workers.watch import report, story, timeline, web
+from workers.watch import bill, report, story, web
 from workers.watch import status_text as text
 from workers.watch.alerts import Alerts
 from workers.watch.observer import FIRST_S, Observer, followed
@@ -74,7 +74,7 @@ def _main(words: Sequence[str]) -> int:
     if words[:1] == ["report"]:
         return report.main(words[1:])
     if words[:1] == ["trace"]:
-        return timeline.main(words[1:])
+        return bill.main(words[1:])
     arguments = _parse(words)
     if arguments.list:
         for line in _listing(_runs_in(arguments.run, or_live=True), time.time(), as_json=arguments.json):
@@ -98,7 +98,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="hytrain-monitor",
         description="Watch a running HyTrain run.",
         epilog="hytrain-monitor report RUN [RUN …] writes a page about runs, live or ended; hytrain-monitor trace RUN "
-        "says what a run waited for in the steps of its timeline.",
+        "says what the steps in its timeline consist of.",
     )
     about = "the run's name, its folder or its socket folder; default: the newest. With --web, there may be several"
     parser.add_argument("runs", nargs="*", metavar="RUN", help=about)
@@ -177,7 +177,7 @@ def _order(client: Client, command: m.Command) -> int:
     """Give a command. A timeline is waited for, and nothing else."""
     if command.name == "trace" and command.value.isdecimal():
         drawn = client.trace(int(command.value), partial(print, flush=True))
-        print(f"{drawn}\n\n{timeline.as_text(drawn)}")
+        print(f"{drawn}\n\n{bill.as_text(drawn)}")
     else:
         print(client.command(command.name, command.value))
     return 0

@@ -28,7 +28,8 @@ from hytrain.errors import ConfigError
 from hytrain.readable import GIB, seconds
 from protocol.metrics import BY_NAME
 from workers import run_folder
-from workers.watch import gantt, timeline
+from workers.watch import gantt
+from workers.watch.bill import HEADS, bill
 from workers.watch.story import LAST_STEPS, Story, read
 from workers.watch.timeline import Timeline
 
@@ -299,22 +300,25 @@ def _ranks(name: str, story: Story) -> str:
 
 
 def timelines(name: str, of_ranks: Mapping[int, Timeline]) -> str:
-    """The picture of a run's timeline, and what each rank waited for in its steps; nothing without any."""
-    return "\n".join([gantt.figure(name, of_ranks), *_waits(name, of_ranks)])
+    """The picture of a run's timeline, and each rank's bill of its steps; nothing without any."""
+    return "\n".join([gantt.figure(name, of_ranks), *_bills(name, of_ranks)])
 
 
-def _waits(name: str, of_ranks: Mapping[int, Timeline]) -> Iterator[str]:
-    """What each rank waited for in the steps of the timeline, in the order of cost."""
+def _bills(name: str, of_ranks: Mapping[int, Timeline]) -> Iterator[str]:
+    """What the steps of the timeline consist of, on each rank, and what limits them."""
     for rank, one in of_ranks.items():
-        found = timeline.shares(one)
+        found = bill(one)
         rows = []
-        for head, ms, mostly, advice in found.rows:
-            more = f'<td class="some words">{escape(mostly)}</td>'
-            cells = seconds(ms / 1e3), f"{ms / found.step_ms:.1%}"
-            rows.append(_tr(cells, head=head, more=more, words=[advice]))
+        for row in found.seen:
+            of_step, busy, bound = row.cells
+            share = "" if row.ms is None else f"{found.share(row):z.1%}"
+            advice = row.part.advice if found.is_costly(row) else ""
+            more = f'<td class="some words">{escape(row.mostly)}</td>'
+            rows.append(_tr((of_step, share, busy, bound), head=row.part.title, more=more, words=[advice]))
         whose = f", rank {rank}" if len(of_ranks) > 1 else ""
         title = f"What the {found.steps} steps in the timeline of {name}{whose} consist of"
-        yield _table(title, ("part", "per step", "share", "mostly", "what helps"), rows)
+        yield _table(title, ("part", HEADS[0], "share", *HEADS[1:], "mostly", "what helps"), rows)
+        yield f"<p>{escape(found.limit)}</p>"
 
 
 def _details(name: str, story: Story) -> str:
