@@ -68,19 +68,23 @@ class Blocks:
             self._fetch(gate.block, inside=True, measured=False)
 
     def _fetch(self, block: OffloadedBlock, *, inside: bool, measured: bool) -> None:
-        """A block computes: wait for its weights, if they are offloaded, and measure one copy per step."""
+        """A block computes: wait for its weights, if they are offloaded. Of a step's copies, one is `measured`."""
         life = block.life
         waits = inside and life.is_offloaded and Pin.COMPUTES not in life.pins and not block.is_gathered
         arrived = self._meter.mark() if waits else None
         self._offload.enter(block, inside)
         if waits:
             self._meter.fetched(block.layers[0].lid, arrived)
-        arrival = block.arrival if measured and life.is_offloaded else None
-        if arrival is not None:
-            before, step = self._measured.get(block, (None, -1)), self._health.life.step
-            if arrival is not before[0] and before[1] < step:
-                self._measured[block] = arrival, step
-                self._meter.span("h2d_s", block.gate.lids, step, arrival.span)
+        arrival, step = block.arrival, self._health.life.step
+        before, measured_in = self._measured.get(block, (None, -1))
+        if arrival is None or arrival is before or not life.is_offloaded:
+            return
+        if measured and measured_in < step:
+            self._measured[block] = arrival, step
+            self._meter.span("h2d_s", block.gate.lids, step, arrival.span)
+        elif self._meter.draws:
+            self._measured[block] = arrival, measured_in
+            self._meter.span("again_s", block.gate.lids, step, arrival.span)
 
     def leave(self, gate: Gate, output: Any) -> None:
         """The module's forward has ended, and returned `output`."""

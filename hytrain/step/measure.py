@@ -57,6 +57,7 @@ TRACKS: Final = {
     "visit_s": ("visits", "visit"),
     "d2h_s": ("D2H", "D2H"),
     "h2d_s": ("H2D", "H2D"),
+    "again_s": ("H2D", "H2D"),
     "gather_s": ("all-gather", "all-gather"),
     "outside_s": ("compute", "between steps"),
     "middle_s": ("compute", "micro-batches"),
@@ -370,7 +371,7 @@ class Meter:
             duration_s = max(ended_s - began_s, 0.0)
             if kind in waits:
                 waits[kind] += duration_s
-            if kind not in ("gather_s", "exposed_s"):
+            if kind not in ("gather_s", "exposed_s", "again_s"):
                 total = self._numels[lids[0]] if len(lids) == 1 else sum([self._numels[lid] for lid in lids])
                 for lid in lids:
                     times[lid][kind] += duration_s * self._numels[lid] / total

@@ -16,6 +16,7 @@ from small_models import gpt2, language_loss, llama, perceptron, square_loss
 from trace_format import check
 
 from hytrain.run import trace
+from hytrain.step import offload
 from hytrain.step.measure import MIN_STALL_S
 from protocol.address import Address
 from protocol.placement import CPU, GPU, VISIT
@@ -196,6 +197,22 @@ def test_of_several_backwards_that_nobody_has_announced_the_last_is_measured(run
         backwards = [e for e in timeline if e.args.get("step") == step and e.args.get("kind") == "backward"]
         lids = [event.args["lid"] for event in backwards if "lid" in event.args]
         assert sorted(lids) == sorted([*range(layers), lids[0]]), "and the first backward's beginning"
+
+
+def test_all_copies_of_offloaded_weights_are_drawn(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks in the middle of a model come for forward and again for backward; one copy of each counts for plans."""
+    monkeypatch.setattr(offload, "SLOTS", 1)
+    model = llama()
+    with adamw(model, trace=True, offload_weights=1.0, k=0.0) as opt:
+        train(model, opt, range(4))
+        meter = opt._engine._meter
+        assert meter.measured == 3
+        [h2d_s] = [times.h2d_s for times in meter.times if times.lid == 1]
+    timeline = of_run(run_dir)[0]
+    copies = Counter((span.step, span.lid) for span in timeline.of_kind("H2D"))
+    assert [copies[step, lid] for step in (1, 2, 3) for lid in (1, 2)] == [2] * 6
+    first, _ = (span for span in timeline.of_kind("H2D") if (span.step, span.lid) == (3, 1))
+    assert (h2d_s or 0.0) * 1e3 == pytest.approx(first.ended_ms - first.began_ms, abs=1e-5)
 
 
 def all_three_processes_are_shown(timeline: Timeline) -> None:
