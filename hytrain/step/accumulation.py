@@ -188,6 +188,7 @@ class Accumulation:
         """
         self._choose, self._planes = choose, planes
         self._sums: Sums = DeviceSums()
+        self._in_use = list[Sums]()  # those that have something
         self._chosen: tuple[torch.dtype, bool] | None = None  # for which
 
     def begin_step(self, step: int, *, keeps: bool) -> None:
@@ -201,6 +202,7 @@ class Accumulation:
         if self.timing.begin_step(step) and not self.timing.in_step:
             self._sums.close()
             self._sums, self._chosen = DeviceSums(), None
+            self._in_use = [sums for sums in self._in_use if sums is self._planes]
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -223,7 +225,7 @@ class Accumulation:
         """Begin a backward after `ended` others of this step. Returns whether it is the last one."""
         if goes_on := self._goes_on():
             self.count_no_more()
-        for sums in self._all:
+        for sums in self._in_use:
             sums.begin()
         if self.timing.may_be_last and ended:
             self.timing.saw("calls backward several times")
@@ -264,10 +266,15 @@ class Accumulation:
         # replayed CUDA graph writes each gradient where the one before was.
         first = gradient if self.timing.may_be_last else gradient.to(torch.float32, copy=True)
         sums = self._sums_for(parameter, first)
-        sums.put(parameter, first)
+        self._use(sums).put(parameter, first)
         total = _Sum(parameter, sums, first, self.timing)
         parameter.sum = weakref.ref(total)
         parameter.parameter.grad = distributed(SummedGradient(total, parameter.own), parameter.parameter)
+
+    def _use(self, sums: Sums) -> Sums:
+        if sums not in self._in_use:
+            self._in_use.append(sums)
+        return sums
 
     def _sums_for(self, parameter: TrainedParameter, first: Tensor) -> Sums:
         planes = self._planes if self.timing.may_be_last else None
@@ -289,7 +296,7 @@ class Accumulation:
         return [self._sums] if self._planes is None else [self._planes, self._sums]
 
     def _waiting(self) -> list[TrainedParameter]:
-        return [parameter for sums in self._all for parameter in sums.waiting()]
+        return [parameter for sums in self._in_use for parameter in sums.waiting()]
 
     def is_in_place(self, parameter: TrainedParameter) -> bool:
         """Whether `p.grad` is a sum that is in the planes from which the parameter's update reads it."""
@@ -302,12 +309,10 @@ class Accumulation:
         return total is not None and not total.sums.on_device
 
     def factor(self, parameters: Iterable[TrainedParameter]) -> Tensor | None:
-        """By which the CPU multiplies all gradients of this step, if the loop has multiplied them all by one number.
+        """By which the CPU multiplies all gradients of a step whose updates begin in `step()`.
 
-        If it has not, those that it has multiplied are multiplied here.
+        There is one if the loop has multiplied them all by one number. If not, those that it has are multiplied here.
         """
-        if not self.timing.in_step:
-            return None
         given = with_gradients(parameters)
         totals = {known: total for known in given if (total := self._sum_of(known)) is not None}
         scaled = {known: total for known, total in totals.items() if total.factor is not None}
@@ -326,7 +331,7 @@ class Accumulation:
             if total is not None and total.sums is self._planes:
                 value = total.take()
                 total.sums = self._chosen_sums(value.dtype, beside_planes=False)
-                total.sums.put(parameter, value)
+                self._use(total.sums).put(parameter, value)
 
     def take(
         self, parameter: TrainedParameter, *, keep: Callable[[TrainedParameter], None] | None = None
@@ -382,8 +387,7 @@ class Accumulation:
         for parameter in self._waiting():
             if self._sum_of(parameter) is None:
                 self._forget(parameter)
-        for sums in self._all:
-            sums.end_step()
+        self._in_use = [sums for sums in self._in_use if sums.end_step()]
 
     def close(self) -> None:
         """Free the sums' memory. No copy may be under way. Sums become gradients of their own."""

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
-from typing import Final
+from typing import Final, Self
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction
@@ -38,10 +38,16 @@ class Running:
 
     `at_end` is called when all of its gradients are computed, after what others have queued in it: FSDP2's roots reduce
     there. It is not called if the backward raises, and not in a compiled one (compiled autograd): then autograd only
-    drops it.
+    drops it. `task`: autograd's number of it.
     """
 
+    @classmethod
+    def now(cls, at_end: Callable[[], None]) -> Self | None:
+        """None outside of a backward."""
+        return cls(at_end) if in_backward() else None
+
     def __init__(self, at_end: Callable[[], None]) -> None:
+        self.task = torch._C._current_graph_task_id()
         callback = partial(_queue, at_end)
         self._is_over = threading.Event()
         self._callback = weakref.ref(callback, lambda _: self._is_over.set())

@@ -177,9 +177,9 @@ class Backward:
         if not (first and self._accumulation.timing.may_be_last):
             self._meter.turn()
         self._summed_later.clear()
-        self._ends_by_itself = in_backward()
-        self._running = Running(self.end) if self._ends_by_itself else None
-        self._task = torch._C._current_graph_task_id() if self._ends_by_itself else None
+        self._running = Running.now(self.end)
+        self._ends_by_itself = self._running is not None
+        self._task = None if self._running is None else self._running.task
 
     def _keeps_gradients(self, parameter: TrainedParameter) -> bool:
         """Whether the loop has kept gradients of the last step, to which a backward adds that begins with this one."""

@@ -95,23 +95,17 @@ class SelfCheck:
 
 @dataclass(slots=True, eq=False)
 class _Copies:
-    """A layer before an update: arrays and gradients by segment, the number of each update, the last visit's return."""
+    """A layer before an update: arrays and gradients by segment, the number of each update."""
 
     layer: TrainedLayer
     arrays: list[dict[str, Tensor]]
     gradients: dict[int, Tensor]
     counts: tuple[int, ...]
-    returned: Transfer | None
 
     @property
     def nbytes(self) -> int:
         arrays = [array for arrays in self.arrays for array in arrays.values()]
         return sum(array.nbytes for array in (*arrays, *self.gradients.values()))
-
-    @property
-    def ends_by_itself(self) -> bool:
-        """Whether the update needs no end of backward, as a visit does that is put off."""
-        return not self.layer.life.placement.visits or self.layer.returned is not self.returned
 
 
 class CheckedTrip(RoundTrip):
@@ -124,15 +118,16 @@ class CheckedTrip(RoundTrip):
     def send(self, layer: TrainedLayer, stream: Stream) -> Transfer | None:
         if not self._check.left:
             return super().send(layer, stream)
-        arrays, returned = self._arrays(layer), layer.returned
+        arrays = self._arrays(layer)
         gradients = {index: gradient.to("cpu", copy=True) for index, gradient in layer.filled.items()}
         if self._verdicts.factor is not None and layer.life.placement.updates == "cpu":
             factor = self._verdicts.factor.cpu()
             gradients = {index: gradient.mul_(factor) for index, gradient in gradients.items()}
         leaving = super().send(layer, stream)
-        self._copies.append(_Copies(layer, arrays, gradients, layer.sent, returned))
+        self._copies.append(_Copies(layer, arrays, gradients, layer.sent))
         if sum(copies.nbytes for copies in self._copies) > HELD_BYTES and not self._verdicts.comes:
-            self._compare([copies for copies in self._copies if copies.ends_by_itself])
+            self._device.update_held()  # those that wait until backward is over
+            self._compare(list(self._copies))
         return leaving
 
     def end_step(self) -> None:

@@ -78,7 +78,8 @@ class Commit:
         if self._groups_seen and _were_set(self._groups_seen, self._device.groups):
             self._accumulation.timing.saw("sets hyperparameters")
         self._groups_seen = ()
-        self._verdicts.factor = self._accumulation.factor(self._parameters)
+        in_step = self._accumulation.timing.in_step
+        self._verdicts.factor = self._accumulation.factor(self._parameters) if in_step else None
         self._device.begin_step()
         begin = StepBegin(
             step=self._health.life.step,

@@ -84,6 +84,7 @@ class DeviceUpdates:
 
     def update(self, layer: TrainedLayer, gradients: dict[int, Tensor], stream: Stream) -> None:
         """Update the layer with the gradients of its segments, which `stream`, the current one, has made."""
+        layer.take_back()
         due = _Due(layer, self._health.life.step, layer.sent, gradients, stream)
         is_kept, visits = self.late.keep(layer, gradients), layer.life.placement.visits
         waits = self._puts_off(layer, gradients.values()) if visits else is_kept and not layer.spec.stays_on_device
@@ -92,7 +93,7 @@ class DeviceUpdates:
             self.offer(layer)
             return
         self._make(due)
-        if layer.life.placement.visits and self._visits.is_full:
+        if visits and self._visits.is_full:
             arrived = self._meter.mark()
             self._visits.make_room()
             self._meter.fetched(layer.lid, arrived)

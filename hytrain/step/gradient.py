@@ -21,7 +21,6 @@ from torch import Tensor
 
 from hytrain.errors import UsageError
 from hytrain.memory.clock import Stream
-from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Transfer
 from hytrain.model.lifecycle import Event, State
 from hytrain.model.trained import Come, Gate, TrainedLayer, TrainedParameter, fill
@@ -96,8 +95,7 @@ class RoundTrip:
             return None
         if layer.block is not None:
             self._offload.begin_update(layer.block)
-        assert isinstance(layer.planes, ArenaPlanes), "the CPU updates in host memory"
-        grads = layer.planes.grads
+        grads = layer.arena.grads
         copies = [(grads[index], each) for index, each in sorted(gradients.items()) if each is not grads[index]]
         norm = self._verdicts.norm_so_far(layer) if awaited else None
         leaving = self._transfers.let_go(

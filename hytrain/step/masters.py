@@ -222,7 +222,7 @@ class Masters:
 def _landed(layer: TrainedLayer) -> list[Tensor]:
     """The layer's weights on the host, of which those on the device are a copy; none if they are not that now."""
     source = layer.source
-    if not isinstance(source, ArenaPlanes) or source is not layer.planes or layer.life.state is not State.CURRENT:
+    if not isinstance(source, ArenaPlanes) or source is not layer.holds or layer.life.state is not State.CURRENT:
         return []
     return source.weights if _is_here(layer) else []
 

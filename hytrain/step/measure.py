@@ -110,6 +110,7 @@ class Meter:
         self.gather_s: float | None = None  # with all that it waits for other ranks; None without all-gathers
         self.measured: int | None = None  # the step that the last times are from
         self.times: tuple[LayerTimes, ...] = ()  # of the last step that was measured
+        self._draws_now = trace.draws(0)  # this step
         if trace.is_on:
             clock.anchor()
 
@@ -124,7 +125,8 @@ class Meter:
         if steps:
             self._clock.anchor()
             self._marks = self._clock  # between two steps
-        if self._trace.draws(self._now.step):
+        self._draws_now = self._trace.draws(self._now.step)
+        if self._draws_now:
             self._now.began = self._mark_instead_of(self._now.began)
 
     def evicted(self, lid: int, nbytes: int, began_s: float, ended_s: float) -> None:
@@ -135,12 +137,12 @@ class Meter:
 
     def enter_boundary(self) -> None:
         """`step()` begins."""
-        if self._trace.draws(self._now.step):
+        if self._draws_now:
             self._now.entered = self._mark_instead_of(self._now.entered)
 
     def leave_boundary(self) -> None:
         """`step()` is over; the next step's marks have begun."""
-        if self._trace.draws(self._now.step):
+        if self._draws_now:
             self._now.left = self._mark_instead_of(self._now.left)
 
     def _mark_instead_of(self, before: Mark) -> Mark:
@@ -155,7 +157,7 @@ class Meter:
     def arrive(self) -> Mark:
         """A module is about to run, or a layer's backward is over: leave a mark, before anything waits."""
         mark = self._marks.mark()
-        if self._trace.draws(self._now.step):
+        if self._draws_now:
             self._now.launched_s[mark] = time.monotonic()
         return mark
 
@@ -238,10 +240,11 @@ class Meter:
         """
         self._now.end, self._now.number, self._now.traffic = self._marks.mark(), number, traffic
         self._entered.clear()
-        draws = self._trace.draws(step + 1)
+        has_drawn, draws = self._draws_now, self._trace.draws(step + 1)
+        self._draws_now = draws
         with self._turning:
             self._now = StepMarks(step + 1, spans=self._end_marks(), began=self._clock.mark() if draws else None)
-            self._choose(draws or self._trace.draws(step))  # the step after has weights of it
+            self._choose(draws or has_drawn)  # the step after has weights of it
         if not self._open or not self._passed(self._open[0]):
             self.measured = None
             return ()

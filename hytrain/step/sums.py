@@ -60,8 +60,9 @@ class DeviceSums:
     def waiting(self) -> list[TrainedParameter]:
         return list(self._sums)
 
-    def end_step(self) -> None:
-        """Free what copies no longer need."""
+    def end_step(self) -> bool:
+        """Free what copies no longer need. Returns whether anything is left."""
+        return bool(self._sums)
 
     def close(self) -> None:
         """Free the memory. No copy may be under way."""
@@ -121,9 +122,10 @@ class HostSums:
     def waiting(self) -> list[TrainedParameter]:
         return [*self._coming, *self._left]
 
-    def end_step(self) -> None:
+    def end_step(self) -> bool:
         while self._leaving and self._leaving[0][1].has_ended:
             self._leaving.popleft()
+        return bool(self._coming or self._left or self._leaving)
 
     def close(self) -> None:
         with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing

@@ -58,6 +58,7 @@ class _Habit:
 class Timing:
     """`updates` is the option: "backward", "step", or "auto", which learns it.
 
+    `in_step`: the updates of a step like this one begin in `step()`; `learns`: that is still to be learned.
     `training`: the mode in which the model was entered last, to make a graph.
     `may_be_last`: no more backwards were announced than the last one, whose updates may begin in it. What a loop does
     before others is no habit. `norms`: the operator with which it takes norms of gradients, once it has.
@@ -70,17 +71,11 @@ class Timing:
         self._updates = updates
         self._habits = {training: _Habit(updates) for training in (True, False)}
         self._now = self._habits[True]  # of the step's mode
+        self._note()
         self._factor: tuple[Tensor, int, Tensor] | None = None  # with its version, and a copy
 
-    @property
-    def in_step(self) -> bool:
-        """Whether the updates of a step like this one begin in `step()`."""
-        return self._now.in_step
-
-    @property
-    def learns(self) -> bool:
-        """Whether that is still to be learned."""
-        return self._now.learns
+    def _note(self) -> None:
+        self.in_step, self.learns = self._now.in_step, self._now.learns
 
     def same(self, factor: Tensor) -> Tensor:
         """A copy of the loop's factor: the same one until the loop writes it, which it may do after using it.
@@ -115,7 +110,12 @@ class Timing:
 
     def begin_step(self, step: int) -> bool:
         """The first backward of `step`, counted from 0, begins. Returns whether it has been learned just now."""
-        habit = self._now = self._habits[self.training]
+        self._now = self._habits[self.training]
+        has_learned = self._learn(self._now, step)
+        self._note()
+        return has_learned
+
+    def _learn(self, habit: _Habit, step: int) -> bool:
         habit.in_step |= habit.is_late
         if not habit.learns:
             return False
