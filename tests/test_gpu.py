@@ -109,6 +109,24 @@ def test_the_result_does_not_depend_on_who_owns_a_layer(
         assert moved > 20
 
 
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
+def test_blocks_that_compute_in_parts_give_the_same_bits_whoever_owns_a_layer(
+    checkpointed: bool, tmp_path: Path
+) -> None:
+    def make() -> nn.Module:
+        model = recomputing(torch.bfloat16) if checkpointed else llama(torch.bfloat16)
+        model.config.use_cache = False  # type: ignore[union-attr]
+        hytrain.split_batch(model, 3)
+        return model
+
+    choices: list[dict[str, Any]] = [{"k": k} for k in (0.0, 1.0)]
+    choices += [{"k": 0.0, "visit": 1.0, "offload_weights": 1.0, "offload_activations": checkpointed}]
+    fixed = [train(make(), tmp_path, **choice)[0] for choice in choices]
+    random, moved = train(make(), tmp_path, policy="random", offload_weights="auto")
+    assert_same([*fixed, random])
+    assert moved > 20
+
+
 class Mixture(nn.Module):
     """Two of eight experts for each row of x, (rows, 256); an expert without a row has no gradient in the step."""
 
