@@ -331,9 +331,8 @@ class Meter:
             if marks.turns:
                 found.append(interval("backward_s", (lid,), marks.turns[-1], done))
         # A device update follows its layer's mark on the same stream. Without overlap, all follow the last mark.
-        spans = [
-            part for kind, lids, step, span in marks.spans for part in self._parts(interval(kind, lids, *span, step))
-        ]
+        wholes = [interval(kind, lids, *span, step) for kind, lids, step, span in marks.spans]
+        spans = [part for whole in wholes for part in _parts(whole, self._numels)]
         updates = [one for one in spans if one.kind == "gpu_update_s"]
         updated_s = {update.lids[0]: update.ended_s for update in updates}
         waits = [interval("stall_s", (lid,), *span) for lid, span, _ in marks.fetched]
@@ -353,17 +352,6 @@ class Meter:
         found += waits
         found += [interval("gather_s", lids, *span) for lids, span in marks.gathers if lids]
         return found + spans
-
-    def _parts(self, whole: Interval) -> list[Interval]:
-        """One launch updates several layers in their order: each one's part of it, by its size."""
-        if whole.kind != "gpu_update_s" or len(whole.lids) == 1:
-            return [whole]
-        ends = list(accumulate([self._numels[lid] for lid in whole.lids], initial=0))
-        at_s = [whole.began_s + whole.duration_s * end / ends[-1] for end in ends]
-        return [
-            whole._replace(lids=(lid,), began_s=began_s, ended_s=ended_s)
-            for lid, (began_s, ended_s) in zip(whole.lids, pairwise(at_s), strict=True)
-        ]
 
     def _times(self, intervals: list[Interval]) -> tuple[LayerTimes, ...]:
         """Times by layer. A module's time is divided among its layers in proportion to their size."""
@@ -450,6 +438,18 @@ def _ran_dry(clock: Clock, marks: StepMarks, first: Mark) -> set[float]:
     launched_s = marks.launched_s
     dry = [mark for mark in ends if mark in launched_s and clock.at(mark) - launched_s[mark] < DRY_S]
     return {clock.seconds((first, mark)) for mark in dry}
+
+
+def _parts(whole: Interval, numels: Sequence[int]) -> list[Interval]:
+    """One launch updates several layers in their order: each one's part of it, by its size."""
+    if whole.kind != "gpu_update_s" or len(whole.lids) == 1:
+        return [whole]
+    ends = list(accumulate([numels[lid] for lid in whole.lids], initial=0))
+    at_s = [whole.began_s + whole.duration_s * end / ends[-1] for end in ends]
+    return [
+        whole._replace(lids=(lid,), began_s=began_s, ended_s=ended_s)
+        for lid, (began_s, ended_s) in zip(whole.lids, pairwise(at_s), strict=True)
+    ]
 
 
 def _within(whole: Interval, other: Interval) -> Interval:
