@@ -82,7 +82,7 @@ class Blocks:
         if measured and measured_in < step:
             self._measured[block] = arrival, step
             self._meter.span("h2d_s", block.gate.lids, step, arrival.span)
-        elif self._meter.draws:
+        elif self._meter.draws and not any(layer.life.placement.visits for layer in block.layers):  # or it may stay
             self._measured[block] = arrival, measured_in
             self._meter.span("again_s", block.gate.lids, step, arrival.span)
 

@@ -199,6 +199,20 @@ def test_of_several_backwards_that_nobody_has_announced_the_last_is_measured(run
         assert sorted(lids) == sorted([*range(layers), lids[0]]), "and the first backward's beginning"
 
 
+def test_copies_are_measured_as_without_a_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where weights stay from backward on, for their state's visit, until the next forward."""
+    monkeypatch.setattr(offload, "SLOTS", 1)
+    seen = dict[bool, list[list[int]]]()
+    for draws in (False, True):
+        model = llama()
+        with adamw(model, trace=draws, offload_weights=1.0, k=0.0, visit=1.0) as opt:
+            seen[draws] = []
+            for step in range(6):
+                train(model, opt, [step])
+                seen[draws].append([times.lid for times in opt._engine._meter.times if times.h2d_s is not None])
+    assert seen[True] == seen[False] and len(seen[True][-1]) > 1
+
+
 def test_all_copies_of_offloaded_weights_are_drawn(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks in the middle of a model come for forward and again for backward; one copy of each counts for plans."""
     monkeypatch.setattr(offload, "SLOTS", 1)

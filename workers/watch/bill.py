@@ -6,7 +6,7 @@ A trainer's track `compute` is what its device (on a CPU run: its cores) did and
 step. A wait for weights has a cause of its own for each part of it, found in what the other tracks show at that time.
 Other resources work beside that track. Their bound is the time that their work takes at the rate that was calibrated
 before the first step, or that was reached in these steps if that is faster. The bound of a part of the track is its
-shortest time in any of the steps.
+shortest time in any of the steps. These parts follow each other, so a step takes the sum of their bounds at least.
 """
 
 from __future__ import annotations
@@ -163,16 +163,20 @@ class Bill:
 
     @property
     def limit(self) -> str:
-        """A sentence: the resource that needs most time, however well everything else overlaps with it."""
-        known = [row for row in self.rows if row.bound_ms and not row.at_most]
-        if not known:
+        """A sentence: what needs most time, however well everything else overlaps with it.
+
+        What the trainer does itself, it does one after the other.
+        """
+        known = {row.part.title: row.bound_ms for row in self.rows if row.bound_ms and not row.at_most}
+        own = {PARTS[key].title: known.pop(PARTS[key].title) for key in OWN if PARTS[key].title in known}
+        alone = [([title], bound_ms) for title, bound_ms in known.items()]
+        named = sorted((title for title in own if own[title] >= WORTH * self.step_ms), key=lambda title: -own[title])
+        titles, bound_ms = max([(named or list(own), sum(own.values())), *alone], key=lambda bound: bound[1])
+        if not bound_ms:
             return "the limit is not known"
-        most = max(known, key=lambda row: row.bound_ms or 0.0)
-        bound_ms = most.bound_ms or 0.0
-        return (
-            f"the limit is {most.part.title}: with it, a step takes {seconds(bound_ms / 1e3)} or more, "
-            f"{bound_ms / self.step_ms:.0%} of what it took"
-        )
+        what = " and ".join([", ".join(titles[:-1]), titles[-1]] if titles[1:] else titles)
+        share = f"{bound_ms / self.step_ms:.0%} of what it took"
+        return f"a step takes {seconds(bound_ms / 1e3)} or more, {share}: the time for {what}"
 
     def __str__(self) -> str:
         """The steps and how long they are."""
