@@ -12,9 +12,8 @@ all parts, where accumulation fetches them for each. Backward takes the parts of
 
 from __future__ import annotations
 
-import sys
+import copyreg
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from enum import Enum
 from functools import cache, partial
 from typing import Any, Final
@@ -29,32 +28,42 @@ from hytrain.errors import UnsupportedError, UsageError
 from hytrain.model.layers import find_blocks
 
 #: What a block may be given besides tensors, and tuples, lists and dicts of them: it is the same for all parts.
-SHARED: Final = (type(None), bool, int, float, str, torch.dtype, torch.device, Enum)
+SHARED: Final = (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device, Enum)
 
 
 def split_batch(model: nn.Module, parts: int, *, checkpoint: bool = False) -> None:
     """Let each repeated block of the model compute its batch in `parts` parts, one after another. 1: all at once.
 
-    The batch is dimension 0 of the first tensor that a block is given, and of all others of the same size there. A
-    batch that `parts` does not divide has a smaller last part. Without gradients, blocks compute all at once.
+    The batch is dimension 0 of the first tensor that a block is given, and of all others of the same size there. Its
+    rows must not depend on each other, as for `nn.DataParallel`. A batch that `parts` does not divide has a smaller
+    last part. In evaluation mode, blocks compute all at once, and so they do where another dimension of their first
+    tensor is as large as the batch: then nobody knows which of the other tensors have its rows. Whatever watches calls
+    of a block, a hook for example, sees each part.
 
     With `checkpoint`, blocks keep only the inputs of their parts for backward, which computes the rest again, as
     `torch.utils.checkpoint` does. A model's own checkpoints of whole blocks compute all parts again at once: leave them
     off, unless they are those of Transformers (`gradient_checkpointing_enable`), which are made for each part.
 
-    Call it before the optimizer is made. Raises `UnsupportedError` for a model without repeated blocks, and for one
-    whose blocks compute with statistics of the batch (BatchNorm).
+    Call it before the optimizer is made. Copies of the model, and files, have blocks that compute all at once. Raises
+    `UnsupportedError` for a model without repeated blocks, and for one whose blocks compute rows together: with
+    statistics of the batch (BatchNorm), or with the batch in another dimension (`batch_first=False`).
     """
     if parts < 1:
         raise UsageError(f"the number of parts is at least 1, not {parts}")
     blocks = find_blocks(model)
     if not blocks:
         raise UnsupportedError("split_batch: the model has no repeated blocks, as children of a ModuleList")
-    for norm in [each for block in blocks for each in block.modules()]:
-        if isinstance(norm, _BatchNorm) or getattr(norm, "track_running_stats", False):
-            raise UnsupportedError(f"split_batch: a {type(norm).__name__} computes with statistics of the whole batch")
+    for module in [each for block in blocks for each in block.modules()]:
+        if isinstance(module, _BatchNorm) or getattr(module, "track_running_stats", False):
+            raise UnsupportedError(
+                f"split_batch: a {type(module).__name__} computes with statistics of the whole batch"
+            )
+        if getattr(module, "batch_first", True) is False:
+            raise UnsupportedError(
+                f"split_batch: dimension 0 of a {type(module).__name__} is the batch with batch_first=True"
+            )
     for block in blocks:
-        kind: Any = getattr(type(block), "_whole", type(block))
+        kind: Any = vars(type(block)).get("_whole", type(block))
         block.__class__ = kind if parts == 1 else _in_parts(kind, parts, checkpoint)
 
 
@@ -65,26 +74,26 @@ def _in_parts(kind: type[nn.Module], parts: int, checkpoint: bool) -> type[nn.Mo
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
         whole: Callable[..., Any] = super(split, block).__call__
         given, tree = _flat((args, kwargs))
+        batch = next((each for each in given if isinstance(each, Tensor)), None)
+        if not block.training or batch is None or batch.dim() == 0 or len(batch) <= 1 or not _is_told(given, batch):
+            return whole(*args, **kwargs)
+        _check(block, given)
 
-        def compute(part: Sequence[Any]) -> Any:
+        def compute(*part: Any) -> Any:
             args, kwargs = tree_unflatten(list(part), tree)
             return whole(*args, **kwargs)
 
-        batch = next((each for each in given if isinstance(each, Tensor)), None)
-        if batch is None or batch.dim() == 0 or len(batch) <= 1 or not torch.is_grad_enabled():
-            return whole(*args, **kwargs)
-        _check(given, batch, kind.__name__)
-        if not (hasattr(block, "_has_rows") or torch.compiler.is_compiling()):
-            _check_rows(block, compute, given, batch)
-            block._has_rows = True
         sizes = [len(part) for part in batch.chunk(parts)]
-        splits = [each.split(sizes) if _has(each, len(batch)) else [each] * len(sizes) for each in given]
+        splits = [_split(each, batch, sizes) for each in given]
         of_part = partial(checkpointed, compute, use_reentrant=False) if checkpoint else compute
-        return _joined([of_part(part) for part in zip(*splits, strict=True)], sizes, kind.__name__)
+        return _joined([of_part(*part) for part in zip(*splits, strict=True)], sizes, kind.__name__)
 
-    split: type[nn.Module] = type(
-        kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "_whole": kind}
-    )
+    def reduce(block: Any, protocol: Any) -> Any:
+        """For copies and pickles, whose class is to be found by its name."""
+        return copyreg._reconstructor, (kind, object, None), block.__getstate__()  # type: ignore[attr-defined]
+
+    named = {"__call__": call, "__reduce_ex__": reduce, "__module__": kind.__module__, "_whole": kind}
+    split: type[nn.Module] = type(kind.__name__, (kind,), named)
     return split
 
 
@@ -97,50 +106,31 @@ def _has(each: Any, size: int) -> bool:
     return isinstance(each, Tensor) and each.dim() > 0 and len(each) == size
 
 
-def _check(given: list[Any], batch: Tensor, name: str) -> None:
+def _is_told(given: Sequence[Any], batch: Tensor) -> bool:
+    """Whether it can be told which tensors have the batch."""
+    return len(batch) not in batch.shape[1:] or not any(each is not batch and _has(each, len(batch)) for each in given)
+
+
+def _check(block: nn.Module, given: Sequence[Any]) -> None:
+    name = type(block).__name__
+    if hasattr(block, "_get_fsdp_state"):
+        raise UnsupportedError(
+            f"split_batch: {name} is sharded by fully_shard, which would gather its weights for each part: accumulate "
+            "gradients in its place"
+        )
     for each in given:
         if not isinstance(each, (Tensor, *SHARED)):
             raise UsageError(
                 f"split_batch: {name} is given a {type(each).__name__}, which may hold all of the batch: leave it out "
                 "(a cache by use_cache=False)"
             )
-        if each is not batch and _has(each, len(batch)) and len(batch) in batch.shape[1:]:
-            raise UsageError(
-                f"split_batch: {name} is given tensors of {len(batch)} rows, which may be the batch or another "
-                f"dimension of {tuple(batch.shape)}: give batches of another size"
-            )
 
 
-def _check_rows(block: nn.Module, compute: Callable[[list[Any]], Any], given: list[Any], batch: Tensor) -> None:
-    """Compute two rows, and each of them beside another one: that must make no difference."""
-    rows = [each[:2] if _has(each, len(batch)) else each for each in given]
-    place = next(place for place, each in enumerate(given) if each is batch)
-    modes = [(module, module.training) for module in block.modules()]
-    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    try:
-        block.eval()
-        with torch.no_grad(), eager:
-            both, _ = _flat(compute(rows))
-            for row in (0, 1):
-                beside = rows[place].clone()
-                beside[1 - row].neg_()
-                again, _ = _flat(compute([*rows[:place], beside, *rows[place + 1 :]]))
-                if not all(_same_row(row, *pair) for pair in zip(both, again, strict=True)):
-                    raise UnsupportedError(
-                        f"split_batch: {type(block).__name__} computes rows of a batch together: dimension 0 of its "
-                        "first tensor must be the batch (batch_first=True)"
-                    )
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _same_row(row: int, one: Any, other: Any) -> bool:
-    """Within rounding."""
-    if not (_has(one, 2) and one.is_floating_point()):
-        return True
-    error, size = (one[row].float() - other[row].float()).norm(), one[row].float().norm()
-    return bool(error <= torch.finfo(one.dtype).eps * size)
+def _split(each: Any, batch: Tensor, sizes: list[int]) -> Sequence[Any]:
+    """A part for each size. What backward needs of the batch's parts does not keep all of it."""
+    if each is batch:
+        return [part.clone() for part in batch.split(sizes)]
+    return each.split(sizes) if _has(each, len(batch)) else [each] * len(sizes)
 
 
 def _joined(made: list[Any], sizes: list[int], name: str) -> Any:
@@ -150,7 +140,7 @@ def _joined(made: list[Any], sizes: list[int], name: str) -> Any:
     for parts in zip(*[each for each, _ in trees], strict=True):
         if all(map(_has, parts, sizes)):
             joined.append(torch.cat(parts))
-        elif isinstance(parts[0], SHARED):
+        elif isinstance(parts[0], SHARED) and all(part == parts[0] for part in parts):
             joined.append(parts[0])
         else:
             raise UsageError(f"split_batch: {name} returns something that is not split by the batch")

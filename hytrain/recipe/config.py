@@ -432,6 +432,8 @@ def check_ranks(recipe: Recipe, ranks: int) -> None:
     data, parts = recipe.parallel.data_ranks(ranks), recipe.train.grad_accumulation
     if ranks > 1 and recipe.lora is not None:
         raise ConfigError(f"lora is for one rank, but this job has {ranks}: start it without --nproc-per-node.")
+    if ranks > 1 and recipe.model.split_batch > 1:
+        raise ConfigError(f"model.split_batch is for one rank, but this job has {ranks}: use train.grad_accumulation.")
     if recipe.data.batch_size % (data * parts):
         raise ConfigError(
             f"data.batch_size is {recipe.data.batch_size}, which {data} ranks cannot share"

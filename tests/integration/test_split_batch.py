@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,10 +15,13 @@ import torch
 from helpers import Reference, adamw, differing, same_as_torch, same_bits, train, weights
 from small_models import gpt2, language_loss, llama, mixtral, perceptron, square_loss, tokens, vectors
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpointed
 
 import hytrain
 from hytrain.errors import UnsupportedError, UsageError
-from hytrain.step import offload
+from hytrain.memory import pinned
+from hytrain.model import split_batch
+from hytrain.step import activations, offload
 
 PLACEMENTS: list[dict[str, Any]] = [
     {"k": 1.0},
@@ -169,56 +173,52 @@ def test_what_has_the_batch_is_split_and_joined() -> None:
     blocks = nn.ModuleList(Block() for _ in range(2))
     hytrain.split_batch(blocks, 3)
     x, rows, shared = torch.randn(7, 8), torch.randn(7, 1), torch.randn(1, 8)
-    for block in blocks:
-        block(x[:2], {"rows": rows[:2], "shared": shared, "name": "it"})  # which tries its rows
-        block.seen.clear()
     y, more = blocks[0](x, {"rows": rows, "shared": shared, "name": "it"}, mask=torch.ones(7))
     assert blocks[0].seen == [(3, 3, 1, 3), (3, 3, 1, 3), (1, 1, 1, 1)]
     torch.testing.assert_close(y, blocks[0].line(x) * rows + shared)
     assert torch.equal(more["rows"], rows * 2) and more["name"] == "it" and more["no"] is None
-    with torch.no_grad():
-        blocks[1](x, {"rows": rows, "shared": shared, "name": "it"})
     blocks[1](x[:1], {"rows": rows[:1], "shared": shared, "name": "it"})
-    assert blocks[1].seen == [(7, 7, 1, 0), (1, 1, 1, 0)], "without gradients, or with one row, all at once"
+    blocks[1].eval()(x, {"rows": rows, "shared": shared, "name": "it"})
+    assert blocks[1].seen == [(1, 1, 1, 0), (7, 7, 1, 0)], "one row, and an evaluation"
 
 
-def test_what_cannot_be_told_apart_is_refused() -> None:
+def test_where_nobody_can_tell_what_has_the_batch_all_is_computed_at_once() -> None:
     blocks = nn.ModuleList(Block() for _ in range(2))
     hytrain.split_batch(blocks, 2)
-    x, shared = torch.randn(8, 8), torch.randn(1, 8)
-    with pytest.raises(UsageError, match="8 rows, which may be the batch or another dimension of"):
-        blocks[0](x, {"rows": torch.ones(8, 1), "shared": shared, "name": "it"})
+    x, rows = torch.randn(8, 8), torch.randn(8, 8)
+    y, _ = blocks[0](x, {"rows": rows, "shared": torch.zeros(1, 8), "name": "it"})
+    assert blocks[0].seen == [(8, 8, 1, 0)] and torch.equal(y, blocks[0].line(x) * rows)
+    rows_seen = list[int]()
+    blocks[1].forward = lambda x, more: rows_seen.append(len(x)) or x  # type: ignore[method-assign]
+    blocks[1](x, {"rows": rows[:1]})
+    assert rows_seen == [4, 4], "nothing else has as many rows"
+
+
+def test_what_cannot_be_split_or_joined_is_refused() -> None:
+    blocks = nn.ModuleList(Block() for _ in range(2))
+    hytrain.split_batch(blocks, 2)
+    x, rows, shared = torch.randn(6, 8), torch.randn(6, 1), torch.randn(1, 8)
     with pytest.raises(UsageError, match="Block is given a list_iterator, which may hold all of the batch"):
         blocks[0](x, {"rows": iter([]), "shared": shared, "name": "it"})
     with pytest.raises(UsageError, match="Block returns something that is not split by the batch"):
-        blocks[0](x[:6], {"rows": torch.ones(1, 1), "shared": shared, "name": "it"})
+        blocks[0](x, {"rows": torch.ones(1, 1), "shared": shared, "name": "it"})
+    blocks[0].forward = lambda x, *_: (x, float(x.sum()))  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="Block returns something that is not split by the batch"):
+        blocks[0](x, {"rows": rows, "shared": shared, "name": "it"})
 
 
-class Causal(nn.Module):
-    """Row by row, or each row with those before."""
-
-    def __init__(self, mixes: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.line, self.mixes = nn.Linear(16, 16, dtype=dtype), mixes
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.line(x)
-        return x + (y.cumsum(0) if self.mixes else y)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["attention", "causal"])
-def test_a_batch_that_is_in_another_dimension_is_refused(kind: str, dtype: torch.dtype) -> None:
-    """Its parts would not see each other. Until then, nothing has changed."""
+def test_dropout_in_a_reentrant_checkpoint_is_the_same_in_backward() -> None:
+    """Forward runs without gradients there, and backward computes the block again."""
+    seen = list[Tensor]()
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)) for _ in range(2))
+    for block in blocks:
+        block[1].register_forward_hook(lambda module, given, made: seen.append((made != 0).detach()))
+    hytrain.split_batch(blocks, 3)
     torch.manual_seed(0)
-    both = [Causal(mixes, dtype) for mixes in (True, False)]
-    if kind == "attention":
-        both = [nn.TransformerEncoderLayer(16, 2, 16, batch_first=first, dtype=dtype) for first in (False, True)]
-    hytrain.split_batch(nn.ModuleList(both), 2)
-    with pytest.raises(UnsupportedError, match=f"{type(both[0]).__name__} computes rows of a batch together"):
-        both[0](torch.randn(6, 5, 16, dtype=dtype))
-    assert all(module.training for module in both[0].modules())
-    assert both[1](torch.randn(6, 5, 16, dtype=dtype)).shape == (6, 5, 16)
+    x = torch.randn(9, 8, requires_grad=True)
+    checkpointed(blocks[0], x, use_reentrant=True).sum().backward()
+    forward, backward = seen[:3], seen[3:]
+    assert [len(each) for each in seen] == [3] * 6 and all(map(torch.equal, forward, backward))
 
 
 def test_a_cache_is_refused() -> None:
@@ -232,6 +232,7 @@ def test_a_cache_is_refused() -> None:
     ("model", "message"),
     [
         (nn.Linear(4, 4), "no repeated blocks"),
+        (nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8) for _ in range(2)), "the batch with batch_first=True"),
         (nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)), "BatchNorm1d computes"),
     ],
 )
@@ -242,13 +243,48 @@ def test_models_that_are_refused(model: nn.Module, message: str) -> None:
         hytrain.split_batch(model, 0)
 
 
-def test_a_model_can_be_copied_and_split_anew() -> None:
+class Sharded(nn.Linear):
+    """As `fully_shard` makes of a block."""
+
+    _get_fsdp_state = None
+
+
+def test_blocks_that_are_sharded_are_refused() -> None:
+    """Each part would gather the weights, and ranks with other numbers of rows have other numbers of parts."""
+    blocks = nn.ModuleList(Sharded(4, 4) for _ in range(2))
+    hytrain.split_batch(blocks, 2)
+    with pytest.raises(UnsupportedError, match="Sharded is sharded by fully_shard"):
+        blocks[0](torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_inputs_of_parts_leave_the_device(checkpoint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself: none keeps the memory of all of them."""
+    monkeypatch.setattr(activations, "MIN_BYTES", 512)
+    monkeypatch.setattr(activations, "WINDOW_BYTES", 0)
+    monkeypatch.setattr(pinned, "SLAB_BYTES", 4096)
+    real, batches = split_batch._split, list[weakref.ref[torch.UntypedStorage]]()
+
+    def noted(each: Any, batch: Tensor, sizes: list[int]) -> Any:
+        if each is batch:
+            batches.append(weakref.ref(batch.untyped_storage()))
+        return real(each, batch, sizes)
+
+    monkeypatch.setattr(split_batch, "_split", noted)
+    with adamw(split(partial(perceptron, 256), 4, checkpoint), k=0.0, offload_activations=True) as opt:
+        loss = opt._model(vectors(0, 256).repeat(8, 1)).square().mean()
+        assert len(batches) == 4 and [batch() for batch in batches] == [None] * 4
+        loss.backward()
+        opt.step()
+
+
+def test_a_model_can_be_copied_saved_and_split_anew() -> None:
+    """Copies compute all at once: a file needs no HyTrain to be loaded."""
     model = split(perceptron, 4)
     kind = type(model[0])
     hytrain.split_batch(model, 2)
-    assert type(model[0]).__mro__[1] is nn.Sequential and type(model[0]) is not kind
-    copied = copy.deepcopy(model)
-    assert type(copied[0]) is type(model[0])
+    assert kind is not type(model[0]) is not nn.Sequential and type(model[0]).__mro__[1] is nn.Sequential
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied[0]) is nn.Sequential and torch.equal(copied(vectors(0)), model.eval()(vectors(0)))
     hytrain.split_batch(model, 1)
     assert type(model[0]) is nn.Sequential
-    pickle.loads(pickle.dumps(model))
