@@ -292,6 +292,7 @@ def test_the_mesh_of_a_job(recipe_file: Path, overrides: list[str], ranks: int, 
         (["parallel.tensor=2"], 1, "start it with --nproc-per-node 2"),
         (["data.batch_size=6"], 4, "6, which 4 ranks cannot share: make it a multiple of 4"),
         (["train.grad_accumulation=4"], 4, "in 4 parts: make it a multiple of 16"),
+        (["model.split_batch=2"], 2, "model.split_batch is for one rank, but this job has 2"),
     ],
 )
 def test_ranks_that_do_not_fit_are_one_sentence(recipe_file: Path, overrides: list[str], ranks: int, part: str) -> None:

@@ -153,13 +153,18 @@ def update_rows(
         own = [weights.shape for part in parts for weights in part.weights]
         assert all([mine.shape == shape for mine, shape in zip(grads, own, strict=True)])
     judge = table.rows if verdict is None else verdict
-    kind = kernel, verdict is not None, grads[0].dtype, table.is_aligned, table.grid
+    if not table.is_aligned and len(parts) > 1:  # those that are need not be slower
+        for part in parts:
+            mine, grads = grads[: len(part.weights)], grads[len(part.weights) :]
+            update_rows([part], mine, scalars, verdict)
+        return
+    kind = kernel, verdict is not None, grads[0].dtype, table.is_aligned
     arguments = (table.rows, table.row_of_program, *_all_scalars(scalars), judge)
     with torch.cuda.device(device):
         if (compiled := first.kernels.get(kind)) is None:
-            first.kernels[kind] = _launch_first(first, kind, grads[0], arguments)
+            first.kernels[kind] = _launch_first(first, kind, table.grid, grads[0], arguments)
         else:
-            compiled[0](*arguments, *compiled[1], stream=stream)
+            compiled[0][table.grid, 1, 1](*arguments, *compiled[1], stream=stream)
 
 
 def _check_rows(parts: Sequence[Rows], grads: Sequence[Tensor], kernel: str) -> None:
@@ -168,9 +173,11 @@ def _check_rows(parts: Sequence[Rows], grads: Sequence[Tensor], kernel: str) -> 
         _check(weights, mine, rest, moments, kernel)
 
 
-def _launch_first(rows: Rows, kind: tuple[object, ...], mine: Tensor, arguments: Any) -> tuple[Any, tuple[object, ...]]:
+def _launch_first(
+    rows: Rows, kind: tuple[object, ...], grid: int, mine: Tensor, arguments: Any
+) -> tuple[Any, tuple[object, ...]]:
     """Launch the kernel of this kind, compiled if no other launch had it. Returns it, with its last arguments."""
-    rule, judged, _, is_aligned, grid = kind
+    rule, judged, _, is_aligned = kind
     weights, given, rest = rows.weights[0], rows.moments[0], rows.rests[0]
     constants = {"RULE": rule, "JUDGED": judged, "LONE": rows.lone, "FUSES": rows.elements[0].fuses, "BLOCK": BLOCK}
     last = (*constants.values(), *(None,) * _OF_ROWS)
@@ -183,7 +190,7 @@ def _launch_first(rows: Rows, kind: tuple[object, ...], mine: Tensor, arguments:
         constants |= {"ALIGNED": is_aligned, "COLUMNS": _COLUMNS}
         compiled = _kernels().update_rows_kernel[(grid,)](*arguments, **constants, **OPTIONS)
         _compiled[which] = compiled
-    return compiled[grid, 1, 1], last
+    return compiled, last
 
 
 def _lay_out(parts: Sequence[Rows], at: Sequence[int], step: int, whose: tuple[object, ...]) -> _Table:

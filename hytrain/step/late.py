@@ -19,6 +19,14 @@ from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.step.common import Common
 from hytrain.step.life import State
 from hytrain.tensors import is_distributed, shaped
+from protocol.handles import DTYPE_BYTES
+from protocol.messages import Segment
+
+
+def _gradient_bytes(segment: Segment) -> int:
+    """Of a gradient that is kept, and of the same in the dtype in which its update reads it."""
+    dtypes = {segment.dtype, segment.grads_dtype}
+    return segment.numel * sum(DTYPE_BYTES[dtype] for dtype in dtypes)
 
 
 class LateReads:
@@ -28,7 +36,7 @@ class LateReads:
         self._transfers, self._health, self._verdicts = common.transfers, common.health, common.verdicts
         self._timing = common.accumulation.timing
         self._layers = common.layers
-        self._nbytes = [sum(weights.nbytes for weights in layer.weights) for layer in common.layers]
+        self._nbytes = [sum(map(_gradient_bytes, layer.spec.segments)) for layer in common.layers]
         self._budget = 0.0  # bytes to keep in a step
         self._left: float | None = None  # of them in this one, once a layer was updated
         self._kept_bytes = 0

@@ -1,12 +1,13 @@
 """State that torch's allocator may evict, at any allocation: `memory/reclaim.py` serves it.
 
     after an update    offer ─▶ its state may leave any time, on whichever thread lacks memory
+    while one is held  the same: it visits the GPU then
     before all others  take_back ─▶ it stays
                                └─▶ it has left: from now on it visits the GPU, as after any eviction
     end of a step      memory is made ready for as much state as a step's batch needs
 
-An update comes after all that reads or writes the state. So an event after it is all that has to be awaited, and a
-layer is offered nowhere else.
+An update comes after all that reads or writes the state, and one that is held has not begun. So an event is all that
+has to be awaited, and a layer is offered nowhere else.
 """
 
 from __future__ import annotations

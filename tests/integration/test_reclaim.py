@@ -101,7 +101,7 @@ def test_evictions_beside_all_placements_leave_the_bits(
         wanted = state(other) | weights(expected)
     model = llama(torch.bfloat16)
     with adamw(model, **PLACED[choice]) as opt:
-        with at_every_turn(model, pressing(budget, 0.003)):
+        with at_every_turn(model, pressing(budget, 0.01)):
             for step in range(steps):
                 make_ready(opt)
                 train(model, opt, [step])
@@ -129,6 +129,26 @@ def test_state_leaves_whose_update_is_held_until_backward_is_over(options: dict[
             opt.zero_grad()
             assert placed.count("visit") == budget.evictions - before == (2 if evicts else 0)
             handle.remove()
+            train(model, opt, [4], square_loss)
+            found.append(state(opt) | weights(model))
+    assert differing(*found) == []
+
+
+@pytest.mark.parametrize("options", [{"updates": "backward"}, {"max_grad_norm": 1e-2}], ids=str)
+def test_state_that_has_left_in_forward_visits_in_the_same_step(options: dict[str, Any], budget: Budget) -> None:
+    found = []
+    for evicts in (False, True):
+        model = perceptron()
+        with adamw(model, k=1.0, **options) as opt:
+            make_ready(opt)
+            train(model, opt, range(3), square_loss)
+            before, loss = budget.evictions, square_loss(model, 3)
+            for _ in range(2 if evicts else 0):
+                budget.press()
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            assert budget.evictions - before == (2 if evicts else 0)
             train(model, opt, [4], square_loss)
             found.append(state(opt) | weights(model))
     assert differing(*found) == []
