@@ -203,6 +203,7 @@ class TrainerSeat:
             return False
         self._farewells.clear()
         self._before, self.planning = self.planning, None
+        self._calibrated = m.Calibration()
         return True
 
 
