@@ -318,7 +318,7 @@ def test_some_steps_of_a_run_are_drawn_on_command(run_dir: Path, capsys: pytest.
             said = capsys.readouterr().out.splitlines()
             assert said[:2] == [f"the next {steps} steps are drawn into trace.json", str(run_dir / trace.FILE)]
             assert said[3].startswith(f"{steps} steps from step ")
-            assert sum(line.startswith("the limit is ") for line in said) == 1
+            assert sum(" of what it took: the time for " in line for line in said) == 1
             timeline = Timeline.of(run_dir)
             drawn = sorted(event.args["step"] for event in timeline if event.track == "step")
             assert len(drawn) == steps and drawn == list(range(drawn[0], drawn[0] + steps))
