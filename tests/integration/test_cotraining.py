@@ -25,7 +25,7 @@ from examples.studies.cotraining import recipes, shares
 from examples.studies.cotraining.partner import ROOT, WORKER, Partner
 from examples.studies.cotraining.planner import Step
 from examples.studies.cotraining.wire import TakeBack
-from hytrain.errors import CapacityError, ClusterError
+from hytrain.errors import CapacityError, ClusterError, UnsupportedError
 from hytrain.optim import Optimizer
 from hytrain.recipe import config, loop, report
 from hytrain.recipe.optimizer import hytrain_optimizer
@@ -308,6 +308,17 @@ def test_auto_measures_and_says_what_it_decides(
     assert len(told := [line for line in capsys.readouterr().err.splitlines() if "the CPU trains" in line])
     assert "of 4 parts of each batch, since a part takes " in told[0]
     assert differing(ours, trained("train.steps=60", "train.lr=1e-3")) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"parallel": {"context": 2}}, {"train": {"steps": 1, "compile": "blocks"}}],
+    ids=["context", "compile"],
+)
+def test_recipes_that_cannot_be_shared_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    recipe = config.validate({**RANDOM, **options}, "the test")
+    with pytest.raises(UnsupportedError, match="^co-training supports neither lora"):
+        recipes.train(recipe, tmp_path, 1)
 
 
 def test_what_cannot_start_is_refused(trained: Trainings, monkeypatch: pytest.MonkeyPatch) -> None:

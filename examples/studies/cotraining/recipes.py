@@ -90,9 +90,10 @@ def train(
 
     Raises what `recipe.loop.train` and `cotrain` raise, and `UnsupportedError` for a recipe that cannot be shared.
     """
-    if recipe.lora is not None or recipe.train.compile is not None:
+    if recipe.lora is not None or recipe.train.compile is not None or recipe.parallel.context > 1:
         raise UnsupportedError(
-            "co-training supports neither lora, whose frozen weights are only on the GPU, nor train.compile"
+            "co-training supports neither lora, whose frozen weights are only on the GPU, nor train.compile, nor "
+            "parallel.context, where each rank trains a part of the same sequences"
         )
     with closing(Beside(cpu_parts)) as backward:
         return loop.train(recipe, run_dir, optimizer_factory, terminal=False, backward=backward)
