@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -31,13 +32,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional
 from variants import slow
 
-from examples.studies.cotraining import shares
+from examples.studies.cotraining import shares, whole
 from examples.studies.cotraining.partner import Partner
 from examples.studies.cotraining.planner import Step
 from examples.studies.cotraining.shares import CoTraining, cotrain
+from examples.studies.cotraining.whole import Gradients, Layout, Shared
 from hytrain.errors import ClusterError, UnsupportedError, UsageError
 from hytrain.run.ranks import Ranks
 from hytrain.tensors import local, part_of
+from protocol.handles import PAGE_BYTES
 
 PARTS = 4
 LOSS = partial(part_loss, parts=PARTS)
@@ -358,6 +361,51 @@ def refuse_together() -> None:
         cotraining.backward(batches)
         opt.step()
         cotraining.close()
+
+
+def descriptors() -> list[str]:
+    """What this process has open of the memory that is shared."""
+    found = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return sorted(each for each in found if "memfd:hytrain-others" in each)
+
+
+def refuse_memory() -> None:
+    """What the first rank has made is closed if another one cannot map it."""
+    model, before, rank = shard(Decoder(), 2), descriptors(), dist.get_rank()
+    with adamw(model) as opt, patch.object(whole, "_mapped", side_effect=ClusterError("no room")):
+        with pytest.raises(ClusterError, match="no room") as raised:
+            cotrain(opt, model, Decoder, LOSS, parts=PARTS, cpu_parts=1)
+        assert descriptors() == before
+        assert str(raised.value).startswith("rank 1: ") is (rank == 0)
+
+
+def pinned() -> None:
+    """Each rank pins what it reads of a slot, and nobody else's parts."""
+    model = shard(Decoder(), 2)
+    layout = Layout(Ranks.of_job(), dict(model.named_parameters()))
+    shared, calls = Shared(Ranks.of_job(), "gradients", layout, 2), Mock()
+    with patch.object(whole, "transfers_for", return_value=calls):
+        gradients = Gradients(shared, torch.device("cpu"))
+    gradients.of(1, [True] * len(layout.like))
+    places = [call.args for call in calls.pin.call_args_list]
+    pages = [{*range(start, start + nbytes, PAGE_BYTES)} for start, nbytes in places]
+    read = [each for each in shared.own(1).values() if each.nbytes]
+    ends = [(each.data_ptr(), each.data_ptr() + each.nbytes - 1) for each in read]
+    assert set().union(*pages) == {
+        page for first, last in ends for page in range(first - first % PAGE_BYTES, last + 1, PAGE_BYTES)
+    }
+    assert sum(map(len, pages)) == len(set().union(*pages)), "none twice"
+    gradients.close()
+    assert [call.args for call in calls.unpin.call_args_list] == places
+    shared.close()
+
+
+def test_a_rank_pins_what_it_reads_of_the_gradients(two_ranks: RankGroup) -> None:
+    two_ranks.run(pinned)
+
+
+def test_memory_that_one_rank_cannot_map_is_closed(two_ranks: RankGroup) -> None:
+    two_ranks.run(refuse_memory)
 
 
 def test_an_error_of_one_rank_is_raised_on_all(two_ranks: RankGroup) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from hytrain.memory.arena import SharedMemory
 from hytrain.memory.lending import TRAINED, Lent, view
 from hytrain.memory.transfer import Transfer, transfers_for
 from hytrain.run.ranks import Ranks
-from hytrain.tensors import Spans, spans
+from hytrain.tensors import Spans, address, spans
 from protocol.handles import PAGE_BYTES
 
 
@@ -63,9 +64,14 @@ class Shared:
         nbytes = max(count * layout.nbytes, 1)
         with ranks.together():
             self.made = SharedMemory(name, nbytes) if ranks.rank == 0 else None
-        place = ranks.gather(None if self.made is None else f"/proc/{os.getpid()}/fd/{self.made.descriptor}")[0]
-        with ranks.together():
-            self.mapping = _mapped(place, nbytes) if self.made is None else self.made.mapping
+        try:
+            place = ranks.gather(None if self.made is None else f"/proc/{os.getpid()}/fd/{self.made.descriptor}")[0]
+            with ranks.together():
+                self.mapping = _mapped(place, nbytes) if self.made is None else self.made.mapping
+        except BaseException:
+            if self.made is not None:
+                self.made.close()
+            raise
 
     def own(self, index: int = 0) -> dict[str, Tensor]:
         """This rank's parts, by name, as views of copy `index`."""
@@ -88,7 +94,7 @@ class Shared:
 class Gradients:
     """What the CPU trainer has computed: a slot for each part of a batch, of which this rank reads its own parts.
 
-    A slot is pinned when it is first read.
+    What this rank reads of a slot is pinned when it is first read.
     """
 
     def __init__(self, shared: Shared, device: torch.device) -> None:
@@ -100,7 +106,8 @@ class Gradients:
         """This rank's parts of the gradients in `slot`, by name. Whoever copies them sets `taken`."""
         layout = self.shared.layout
         if slot not in self._pinned:
-            self._transfers.pin(self._address(slot), layout.nbytes, gently=True)
+            for start, nbytes in self._read(slot):
+                self._transfers.pin(start, nbytes, gently=True)
             self._pinned.add(slot)
         there = {name for name, has in zip(layout.like, has_gradient, strict=True) if has}
         return {name: part.contiguous() for name, part in self.shared.own(slot).items() if name in there}
@@ -114,11 +121,24 @@ class Gradients:
         """Unpin the slots, whose memory is then closed."""
         self.wait()
         for slot in self._pinned:
-            self._transfers.unpin(self._address(slot), self.shared.layout.nbytes)
+            for start, nbytes in self._read(slot):
+                self._transfers.unpin(start, nbytes)
         self._pinned.clear()
 
-    def _address(self, slot: int) -> int:
-        return self.shared.mapping.address + slot * self.shared.layout.nbytes
+    def _read(self, slot: int) -> list[tuple[int, int]]:
+        """Address and bytes of what this rank reads of a slot: whole pages, as one where they follow each other.
+
+        Parts with gaps are copied by the host.
+        """
+        found = list[tuple[int, int]]()
+        parts = [part for part in self.shared.own(slot).values() if part.nbytes and part.is_contiguous()]
+        for start, part in sorted(zip(map(address, parts), parts, strict=True), key=itemgetter(0)):
+            first = start // PAGE_BYTES * PAGE_BYTES
+            stop = -(-(start + part.nbytes) // PAGE_BYTES) * PAGE_BYTES
+            if found and first == sum(found[-1]):
+                first, _ = found.pop()
+            found.append((first, stop - first))
+        return found
 
 
 def spread(like: Iterable[Tensor]) -> tuple[list[int], int]:
