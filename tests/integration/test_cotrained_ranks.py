@@ -182,6 +182,9 @@ def trained(
     model, pipeline = made(way, build)
     named, found, torch_seed = dict(model.named_parameters()), dict[str, Tensor](), dist.get_rank()
     with adamw(model, **options_of(way, options)) as opt:
+        if pipeline is None:  # an evaluation, after which FSDP2's root has whole parameters
+            with torch.no_grad():
+                model(tokens(0, 0))
         cotraining = cotrain(opt, model, build, LOSS, parts=PARTS, cpu_parts=cpu_parts, pipeline=pipeline)
         torch.manual_seed(torch_seed)
         for step in range(STEPS):

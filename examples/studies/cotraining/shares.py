@@ -390,6 +390,7 @@ def require_shareable(opt: Optimizer, model: nn.Module, ranks: Ranks, *, is_stag
             "the CPU trainer has imported a script that trains: move the functions that cotrain() gets into a "
             "module of their own"
         )
+    fsdp.reshard(model)  # or else some parameters are not there
     given = {id(parameter): parameter for group in opt.param_groups for parameter in group["params"]}
     if len(ranks.node) < ranks.world:
         raise UnsupportedError(

@@ -27,7 +27,6 @@ class Told:
 
     def __init__(self, model: nn.Module, trained: Collection[str]) -> None:
         """Raises `UnsupportedError` for what a CPU trainer cannot know."""
-        fsdp.reshard(model)
         self._model = model
         self._modules = [(clean(name), module) for name, module in model.named_modules()]
         self._places = [*model.named_modules(remove_duplicate=False)]  # a module may have several names
