@@ -11,10 +11,12 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Self
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from hytrain.errors import HyTrainError, UsageError
 
@@ -43,9 +45,13 @@ class Ranks:
         dist.all_gather_object(world, here)
         return cls(dist.get_rank(), len(world), tuple(rank for rank, place in enumerate(world) if place == here))
 
-    def apart(self) -> Self:
-        """The same ranks over a group of their own, for the collectives of another thread. Host memory only."""
-        return self if self.world == 1 else replace(self, group=dist.new_group(backend="gloo"))
+    def apart(self, longer_s: float = 0.0) -> Self:
+        """The same ranks over a group of their own, for the collectives of another thread. Host memory only.
+
+        A rank may be so much later than torch otherwise waits for one.
+        """
+        timeout = default_pg_timeout + timedelta(seconds=longer_s)
+        return self if self.world == 1 else replace(self, group=dist.new_group(backend="gloo", timeout=timeout))
 
     def among(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """The group of some ranks, this one among them, for collectives on their devices. All of these call it."""

@@ -12,6 +12,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -22,10 +23,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import LR, adamw, differing, late_weights
-from ranks import RankGroup
+from ranks import COLLECTIVE_LIMIT_S, RankGroup
 from sharded_models import STEPS, Block, Decoder, part_loss, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -33,9 +35,10 @@ from torch.nn import functional
 from variants import slow
 
 from examples.studies.cotraining import shares, whole
-from examples.studies.cotraining.partner import Partner
+from examples.studies.cotraining.partner import Partner, hang_s
 from examples.studies.cotraining.planner import Step
 from examples.studies.cotraining.shares import CoTraining, cotrain
+from examples.studies.cotraining.team import Team
 from examples.studies.cotraining.whole import Gradients, Layout, Shared
 from hytrain.errors import ClusterError, UnsupportedError, UsageError
 from hytrain.run.ranks import Ranks
@@ -255,25 +258,50 @@ def test_the_bits_of_every_share_and_the_result_of_the_whole_batch(
     two_ranks.run(compare, way, build, **options)
 
 
-def lost(way: str) -> list[str]:
-    """The CPU trainer is killed before the third step. Returns what this rank has said."""
-    said = list[str]()
+def lost(way: str, number: int) -> list[str]:
+    """The CPU trainer gets a signal before the third step. Returns what this rank has said.
 
-    def kill(cotraining: CoTraining, step: int) -> None:
+    While ranks wait for it, torch's own collectives wait less long than the first one does.
+    """
+    said, receive = list[str](), Team.receive
+
+    def hurt(cotraining: CoTraining, step: int) -> None:
         cotraining.say = said.append
-        if step == 2 and dist.get_rank() == 0:
-            assert cotraining.pid is not None
-            os.kill(cotraining.pid, signal.SIGKILL)
+        if step == 2 and (team := cotraining._team) is not None and team.partner is not None:
+            team.partner._timeout_s = 2.0
+            os.kill(team.partner.pid, number)
 
-    unequal = differing(trained(way, Decoder, 2, kill, k=0.4), trained(way, Decoder, 0, k=0.4))
-    assert not unequal, unequal
+    def received(self: Team, job: int) -> Any:
+        _set_pg_timeout(timedelta(seconds=0.1))
+        try:
+            return receive(self, job)
+        finally:
+            _set_pg_timeout(timedelta(seconds=COLLECTIVE_LIMIT_S))
+
+    with patch.object(Team, "receive", received), patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        found = trained(way, Decoder, 2, hurt, k=0.4)
+    assert made.call_args.kwargs["timeout"].total_seconds() > hang_s()
+    assert not (unequal := differing(found, trained(way, Decoder, 0, k=0.4))), unequal
     return said
 
 
-@pytest.mark.parametrize("way", ["FSDP2", "pipeline"])
-def test_a_cpu_trainer_that_is_lost_costs_no_bit(way: str, two_ranks: RankGroup) -> None:
-    [sentence], others = two_ranks.run(lost, way)
-    assert "is lost: it was killed by SIGKILL; from here on, all parts are trained without" in sentence
+@pytest.mark.parametrize(
+    ("way", "number", "reason"),
+    [
+        ("FSDP2", signal.SIGKILL, "it was killed by SIGKILL"),
+        ("FSDP2", signal.SIGSTOP, "it has not answered for 2 s"),
+        ("pipeline", signal.SIGKILL, "it was killed by SIGKILL"),
+        slow("pipeline", signal.SIGSTOP, "it has not answered for 2 s"),
+    ],
+    ids=["FSDP2-dies", "FSDP2-hangs", "pipeline-dies", "pipeline-hangs"],
+)
+def test_a_cpu_trainer_that_is_lost_costs_no_bit(way: str, number: int, reason: str, two_ranks: RankGroup) -> None:
+    two_ranks.environment["HYTRAIN_HANG_TIMEOUT_S"] = "7200"  # longer than torch waits
+    try:
+        [sentence], others = two_ranks.run(lost, way, number)
+    finally:
+        two_ranks.environment.clear()
+    assert f"is lost: {reason}; from here on, all parts are trained without" in sentence
     assert others == [], "one rank says it"
 
 
@@ -361,6 +389,12 @@ def refuse_together() -> None:
         with pytest.raises(UsageError, match=f"^{there}the mode of the model has changed"):
             cotraining.backward(batches)
         model.train()
+        with pytest.raises(UsageError, match=r"^backward\(\) got 4 and 5 micro-batches: from 1 to parts=4, "):
+            cotraining.backward(micro_batches(0, rank, PARTS + rank))
+        with patch.object(Partner, "hand_over", side_effect=ClusterError("no")):
+            with pytest.raises(ClusterError, match=r"^no\b" if rank == 0 else r"^rank 0: no\b"):
+                cotraining.backward(batches)
+        opt.zero_grad()
         cotraining.backward(batches)
         opt.step()
         cotraining.close()

@@ -39,7 +39,7 @@ from examples.studies.cotraining.wire import (
     written,
 )
 from examples.studies.cotraining.work import Packed
-from hytrain.config import workers_environment
+from hytrain.config import ClusterConfig, workers_environment
 from hytrain.errors import ClusterError
 from hytrain.memory.arena import Memory, SharedMemory
 from hytrain.memory.lending import Lent
@@ -56,6 +56,11 @@ END_S: Final = 60.0
 LONGEST_S: Final = 1e6
 #: Places are told in messages of at most so many parameters, each of which fits into a datagram.
 MOST_PLACES: Final = 2000
+
+
+def hang_s() -> float:
+    """How long the CPU trainer may not answer, in seconds."""
+    return min(ClusterConfig.resolve().hang_timeout_s, LONGEST_S)
 
 
 class Partner:
@@ -75,13 +80,12 @@ class Partner:
         cores: Sequence[int],
         threads: int,
         log: Path,
-        answer_timeout_s: float,
     ) -> None:
         """Return once the process is ready. Raises `ClusterError` if it does not start."""
         assert gradients.made is not None and others.made is not None, "of several ranks, the first one has made them"
         self.lost = ""
         self._names = [*gradients.layout.like]
-        self._timeout_s = min(answer_timeout_s, LONGEST_S)
+        self._timeout_s = hang_s()
         self._jobs = 0
         self._answers: dict[int, Computed] = {}
         self._open = set[int]()

@@ -32,7 +32,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from examples.studies.cotraining.partner import WORKER, Partner
+from examples.studies.cotraining.partner import WORKER, Partner, hang_s
 from examples.studies.cotraining.planner import CpuPartsPlanner, Step
 from examples.studies.cotraining.team import NO_JOB, Team
 from examples.studies.cotraining.whole import Layout
@@ -103,6 +103,7 @@ def cotrain(
         require_shareable(opt, model, ranks, is_stage=pipeline is not None)
         work = check(build, loss, parts=parts, cpu_parts=cpu_parts)
     ranks.require_same((parts, cpu_parts), "ranks give cotrain() other parts or cpu_parts: give all of them the same")
+    ranks = ranks.apart(hang_s())
     return CoTraining(opt, model, loss, work, ranks, parts=parts, cpu_parts=cpu_parts, pipeline=pipeline)
 
 
@@ -179,14 +180,15 @@ class CoTraining:
             a pipeline has trained, on ranks where it returns no losses.
 
         Raises:
-            UsageError: There are no micro-batches, or too many; or something has changed that the CPU trainer cannot
-                know.
+            UsageError: There are no micro-batches, or too many, or ranks have other numbers of them; or something has
+                changed that the CPU trainer cannot know.
             UnsupportedError: A micro-batch cannot be sent to the CPU trainer. If `cpu_parts` is "auto" and the CPU had
                 no part of the last step, neither of these two is raised: training goes on without the CPU trainer.
         """
         count = len(batches)
-        if not 0 < count <= self._parts:
-            raise UsageError(f"backward() got {count} micro-batches: from 1 to parts={self._parts}")
+        if {*(counts := self._ranks.gather(count))} != {count} or not 0 < count <= self._parts:
+            got = " and ".join(map(str, sorted({*counts})))
+            raise UsageError(f"backward() got {got} micro-batches: from 1 to parts={self._parts}, as many on all ranks")
         self._begin(batches[0])
         last, cpu_parts = count - self._apart, min(self._cpu_parts, count - 1)
         first = last - cpu_parts

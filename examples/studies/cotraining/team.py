@@ -23,7 +23,6 @@ from examples.studies.cotraining.weights import Gathered, InPlace, Weights
 from examples.studies.cotraining.whole import Gradients, Layout, Shared
 from examples.studies.cotraining.wire import Computed
 from examples.studies.cotraining.work import Packed
-from hytrain.config import ClusterConfig
 from hytrain.errors import UnsupportedError
 from hytrain.optim import Optimizer
 from hytrain.run.ranks import Ranks
@@ -109,7 +108,6 @@ class Team:
             cores=cores or sorted(os.sched_getaffinity(0)),
             threads=len(cores) or torch.get_num_threads(),
             log=self._opt.run_dir / "logs" / "cpu_trainer-0.log",
-            answer_timeout_s=ClusterConfig.resolve().hang_timeout_s,
         )
         closing.callback(self.partner.close)
 
@@ -131,9 +129,11 @@ class Team:
             own = [(Packed(batch), seed) for batch, seed in batches.values() if gives]
             lent = self._weights.lend()
         everyones = [each for each in self._ranks.gather(own) if each]
-        if self.partner is None:
-            return dict.fromkeys(batches, NO_JOB)
-        return dict(zip(batches, self.partner.hand_over(lent, [*zip(*everyones, strict=True)]), strict=True))
+        jobs = [NO_JOB] * len(batches)
+        with self._ranks.together():  # the first rank may wait for a CPU trainer that hangs: nobody goes on meanwhile
+            if self.partner is not None:
+                jobs = self.partner.hand_over(lent, [*zip(*everyones, strict=True)])
+        return dict(zip(batches, jobs, strict=True))
 
     def receive(self, job: int) -> tuple[float, Computed] | None:
         """This rank's loss of a part, and the answer; None if the CPU trainer is lost."""
