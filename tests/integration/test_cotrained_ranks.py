@@ -416,6 +416,48 @@ def refuse_memory() -> None:
         assert str(raised.value).startswith("rank 1: ") is (rank == 0)
 
 
+class Told(Decoder):
+    """With a buffer, and a module that has modes, which ranks may have of their own."""
+
+    def __init__(self, value: float = 0.0, size: int = 2, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((size,), value, dtype=dtype))
+
+
+def refuse_unlike() -> None:
+    """Ranks that differ in what the CPU trainer is told once: it has one of it for all."""
+    rank = dist.get_rank()
+    arguments: dict[str, Any]
+    for arguments in ({"value": float(rank)}, {"size": 2 - rank}, {"dtype": (torch.float32, torch.float64)[rank]}):
+        model: Any = shard(Told(**arguments), 2)
+        refuse_as("the value of shift", model)
+    model = shard(Told() if rank else Decoder(), 2)
+    refuse_as("the value of shift", model)
+    model = shard(Told(), 2)
+    model.norm.train(rank == 0)
+    refuse_as("the mode of norm", model)
+    part: Any = Part(Told(), rank)
+    part.register_buffer("shift", torch.full((), float(rank)))
+    refuse_as("the value of shift", part, pipe(part), pipeline_group=dist.group.WORLD)
+    model = shard(Told(float("nan")), 2)
+    with adamw(model) as opt:
+        cotraining = cotrain(opt, model, partial(Told, 1.0), LOSS, parts=PARTS, cpu_parts=1)
+        cotraining.backward(micro_batches(0, rank))
+        opt.step()
+        cotraining.close()
+
+
+def refuse_as(what: str, model: Any, pipeline: Any = None, **options: Any) -> None:
+    """In the same words on all ranks, or, of values, on those that do not have the CPU trainer's."""
+    with adamw(model, **options) as opt:
+        with pytest.raises(UsageError, match=f"^(rank .: )?{what} is not the same on all ranks, but they have one"):
+            cotrain(opt, model, Told, LOSS, parts=PARTS, cpu_parts=1, pipeline=pipeline)
+
+
+def test_ranks_that_differ_in_what_the_cpu_trainer_is_told_are_refused(two_ranks: RankGroup) -> None:
+    two_ranks.run(refuse_unlike)
+
+
 def pinned() -> None:
     """Each rank pins what it reads of a slot, and nobody else's parts."""
     model = shard(Decoder(), 2)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from itertools import chain
 from typing import Any, Final
@@ -23,12 +23,16 @@ from examples.studies.cotraining.weights import Gathered, InPlace, Weights
 from examples.studies.cotraining.whole import Gradients, Layout, Shared
 from examples.studies.cotraining.wire import Computed
 from examples.studies.cotraining.work import Packed
-from hytrain.errors import UnsupportedError
+from hytrain.errors import UnsupportedError, UsageError
 from hytrain.optim import Optimizer
 from hytrain.run.ranks import Ranks
 from hytrain.tensors import local
 
 NO_JOB: Final = 0
+_UNLIKE: Final = (
+    "the {} is not the same on all ranks, but they have one CPU trainer: make it the same on all of them, and call "
+    "cotrain() then"
+)
 _REPEATED: Final = (
     "cotrain() with a pipeline: several stages have a {}, so the CPU trainer cannot tell them apart. Name all "
     "parameters as in the whole model, and train none on two stages"
@@ -54,7 +58,7 @@ class Team:
         slots: int,
         is_pipeline: bool,
     ) -> None:
-        """Start the process. Raises `ClusterError` if it does not start, and `UnsupportedError`."""
+        """Start the process. Raises `ClusterError` if it does not start, `UnsupportedError`, and `UsageError`."""
         self._ranks, self._opt, self._is_pipeline = ranks, opt, is_pipeline
         self._device = next(iter(trained.values())).device
         self.partner: Partner | None = None
@@ -63,11 +67,11 @@ class Team:
         self.close.atexit = False  # the process ends with this one
         try:
             with ranks.together():
-                if is_pipeline and layout.repeated:
-                    raise UnsupportedError(_REPEATED.format(min(layout.repeated)))
+                if is_pipeline and (repeated := [name for name, of in layout.owners.items() if len(of) > 1]):
+                    raise UnsupportedError(_REPEATED.format(min(repeated)))
                 self._told = Told(model, trained.keys())
             self._share(layout, trained, slots, closing)
-            told = {"evaluated": sorted({*chain(*ranks.gather(self._told.evaluated))})}
+            told = {"evaluated": self._evaluated()}
             cores = sorted({*chain(*ranks.gather(self._own_cores()))})
             with ranks.together():
                 if ranks.rank == 0:
@@ -84,14 +88,28 @@ class Team:
             closing.callback(made.close)
             return made
 
-        self._others = shared("others", Layout(self._ranks, self._told.others))
-        for name, into in self._others.own().items():
-            into.copy_(local(self._told.others[name]).detach())
+        others = Layout(self._ranks, self._told.others)
+        has_all = 1 if self._is_pipeline else self._ranks.world
+        _require_none(f"value of {name}" for name, of in others.owners.items() if len(of) < has_all or len({*of}) > 1)
+        self._others = shared("others", others)
+        copies = self._others.own()
+        with self._ranks.together():  # at its end, nobody writes them any more
+            for name, into in copies.items():
+                into.copy_(local(self._told.others[name]).detach())
+        with self._ranks.together():
+            _require_none(f"value of {name}" for name in self._told.unlike(copies))
         self._weights: Weights = InPlace(self._opt)
         if self._ranks.world > 1:
             self._weights = Gathered(shared("weights", layout), trained)
         self.gradients = Gradients(shared("gradients", layout, slots), self._device)
         closing.callback(self.gradients.close)
+
+    def _evaluated(self) -> list[str]:
+        """The modules in evaluation mode. Raises `UsageError` on all ranks if one is in training mode elsewhere."""
+        told = self._ranks.gather((self._told.evaluated, self._told.training))
+        evaluated, training = (set[str]().union(*names) for names in zip(*told, strict=True))
+        _require_none(f"mode of {name or 'the model'}" for name in sorted(evaluated & training))
+        return sorted(evaluated)
 
     def _own_cores(self) -> list[int]:
         """Those of this rank's optimizer process; none if the model is on a CPU."""
@@ -143,6 +161,12 @@ class Team:
     def take_back(self) -> None:
         """The CPU trainer uses the weights no more, unless for a trial, of which only the time is used."""
         self._weights.take_back()
+
+
+def _require_none(unlike: Iterable[str]) -> None:
+    """Raise `UsageError` if there is anything that ranks have of their own."""
+    for what in unlike:
+        raise UsageError(_UNLIKE.format(what))
 
 
 def _close(closing: ExitStack, pid: int) -> None:

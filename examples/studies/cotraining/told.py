@@ -22,7 +22,7 @@ from hytrain.tensors import local, version
 class Told:
     """What was told of `model`, of which the parameters with these names are `trained`.
 
-    `others`: buffers and frozen parameters, by name. `evaluated`: the modules in evaluation mode.
+    `others`: buffers and frozen parameters, by name. `evaluated`, `training`: the modules in these modes.
     """
 
     def __init__(self, model: nn.Module, trained: Collection[str]) -> None:
@@ -45,7 +45,8 @@ class Told:
                     "cotrain() out"
                 )
         self.others = self._others()
-        self.evaluated = [name for name, module in self._modules if not module.training]
+        self.evaluated = {name for name, module in self._modules if not module.training}
+        self.training = {name for name, _ in self._modules} - self.evaluated
         self._flags = self._now()
         self._seen = {name: (tensor, version(tensor)) for name, tensor in self.others.items()}
 
@@ -68,6 +69,10 @@ class Told:
                 "function that computes the loss"
             )
 
+    def unlike(self, copies: Mapping[str, Tensor]) -> Iterator[str]:
+        """The names of `others` that are not as another rank has written them into the copies."""
+        return (name for name, copy in copies.items() if not _has_bits(self.others[name], copy))
+
     def _changed(self, copies: Mapping[str, Tensor]) -> Iterator[str]:
         now = self._now()
         if now != self._flags:
@@ -81,8 +86,7 @@ class Told:
             seen, count = self._seen[name]
             if tensor is seen and version(tensor) == count:
                 continue
-            copy, own = copies[name], local(tensor).detach()
-            if own.shape != copy.shape or not torch.equal(own.to(copy), copy):
+            if not _has_bits(tensor, copies[name]):
                 yield f"the values of {name}"
             self._seen[name] = tensor, version(tensor)  # the same values, written again
 
@@ -99,6 +103,13 @@ class Told:
                 if buffer is not None:
                     found[clean(f"{path}.{name}" if path else name)] = buffer
         return found
+
+
+def _has_bits(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether this rank's part of the tensor is the copy, also where it is NaN."""
+    own = local(tensor).detach().to(copy)
+    bits = [each.reshape(-1).view(torch.uint8) for each in (own, copy)]
+    return own.shape == copy.shape and torch.equal(*bits)
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:

@@ -32,7 +32,7 @@ class Layout:
     """Where the ranks' tensors are in memory, whole, one after the other, each on pages of its own.
 
     `like`: those of all ranks by name, without memory, in an order that is the same on all of them. `nbytes`: of all.
-    `parts`: this rank's part of each tensor that it has. `repeated`: names that several ranks have.
+    `parts`: this rank's part of each tensor that it has. `owners`: dtype and shape of each, from each rank that has it.
     """
 
     def __init__(self, ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
@@ -40,12 +40,13 @@ class Layout:
         self.parts: dict[str, Spans] = {name: spans(each) for name, each in tensors.items()}
         dtypes = (str(each.dtype).removeprefix("torch.") for each in tensors.values())
         mine = [(name, *row) for (name, row) in zip(tensors, zip(dtypes, map(_shape, tensors.values())), strict=True)]
-        self.like, self.repeated = dict[str, Tensor](), set[str]()
+        self.owners = dict[str, list[tuple[str, tuple[int, ...]]]]()
         for name, dtype, shape in (row for rows in ranks.gather(mine) for row in rows):
-            if name in self.like:
-                self.repeated.add(name)
-            else:
-                self.like[name] = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            self.owners.setdefault(name, []).append((dtype, shape))
+        self.like = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            for name, ((dtype, shape), *_) in self.owners.items()
+        }
         self.offsets, self.nbytes = spread(self.like.values())
 
     def described(self) -> list[list[Any]]:
