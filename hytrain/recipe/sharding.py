@@ -58,18 +58,19 @@ def fill_in(model: Any, blueprint: Blueprint, device: torch.device) -> None:
 def apply(model: Any, mesh: DeviceMesh) -> None:
     """Splits the model over the mesh: by its own plan for tensor parallelism, then block by block by FSDP2.
 
-    For FSDP2, ranks that divide sequences are like those that divide samples. Raises ConfigError if the model has no
-    plan for tensor parallelism, or none that torch's styles can express.
+    For FSDP2, ranks that divide sequences are like those that divide samples: only they need groups of their own.
+    Raises ConfigError if the model has no plan for tensor parallelism, or none that torch's styles can express.
     """
     replicas, tensor = mesh["data_replicate"].size(), mesh["tensor"].size()
     shards = mesh["data_shard"].size() * mesh["context"].size()
-    names = ("data_replicate", "shard", "tensor")
-    mesh = init_device_mesh(mesh.device_type, (replicas, shards, tensor), mesh_dim_names=names)
+    if mesh["context"].size() > 1:
+        names = ("data_replicate", "data_shard", "tensor")
+        mesh = init_device_mesh(mesh.device_type, (replicas, shards, tensor), mesh_dim_names=names)
     if tensor > 1:
         parallelize_module(model, mesh["tensor"], _plan(model, tensor))
     if replicas * shards == 1:
         return
-    data = mesh["data_replicate", "shard"] if replicas > 1 else mesh["shard"]
+    data = mesh["data_replicate", "data_shard"] if replicas > 1 else mesh["data_shard"]
     for block in blocks(model):
         fully_shard(block, mesh=data)
     fully_shard(model, mesh=data)

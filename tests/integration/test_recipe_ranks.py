@@ -121,6 +121,24 @@ def of_this_rank(recipe: Path, *overrides: str) -> tuple[int, int, float, list[f
     return job.seed(7), job.data_rank, float(loss), wished.tolist()
 
 
+def new_groups(recipe: Path, *overrides: str) -> tuple[int, int]:
+    """How many process groups a job makes, and how many a job and its model."""
+    made, counts = config.load(recipe, overrides), [0, 0, 0]
+    for i, make in enumerate((lambda: None, lambda: Job.of(made, torch.device("cpu")), lambda: assemble(made, None))):
+        make()
+        counts[i] = len(dist.distributed_c10d._world.pg_map)
+    return counts[1] - counts[0], counts[2] - counts[1]
+
+
+@pytest.mark.parametrize("sizes", [("parallel.tensor=2",), ("parallel.data_replicate=2",)])
+def test_a_model_is_sharded_over_the_groups_of_the_job(
+    four_ranks: RankGroup, recipe: Path, sizes: tuple[str, ...]
+) -> None:
+    """One group for the same ranks: torch's communicators are slow to start, and take memory of the GPU."""
+    for of_job, of_both in four_ranks.run(new_groups, recipe, *sizes):
+        assert of_both == of_job > 0
+
+
 @pytest.mark.parametrize(("sizes", "seeds"), [("parallel.tensor=2", 1), ("parallel.context=2", 2)])
 def test_ranks_with_the_same_samples(two_ranks: RankGroup, recipe: Path, sizes: str, seeds: int) -> None:
     """Ranks with other parts of them drop out other elements. All hear of one's wish."""
@@ -130,13 +148,19 @@ def test_ranks_with_the_same_samples(two_ranks: RankGroup, recipe: Path, sizes: 
 
 
 @pytest.mark.parametrize(
-    "sizes", [("parallel.tensor=2",), ("parallel.context=2",), ("parallel.tensor=2", "parallel.context=2")]
+    ("sizes", "heads"),
+    [(("parallel.tensor=2",), 2), (("parallel.context=2",), 2), (("parallel.tensor=2", "parallel.context=2"), 4)],
 )
-def test_a_mesh_weighs_answers_by_their_tokens(four_ranks: RankGroup, recipe: Path, sizes: tuple[str, ...]) -> None:
-    """Answers differ in length, so that ranks differ in how many tokens they learn. Weights are tied."""
+def test_a_mesh_weighs_answers_by_their_tokens(
+    four_ranks: RankGroup, recipe: Path, sizes: tuple[str, ...], heads: int
+) -> None:
+    """Answers differ in length, so that ranks differ in how many tokens they learn. Weights are tied.
+
+    In attention, each rank has one head of keys and values.
+    """
     chat = ("tokenizer.chat_template=chatml", CHAT % (recipe.parent / "rows.jsonl"), "model.config.vocab_size=256")
     short = ("train.steps=2", "train.warmup_steps=0", "train.eval_batches=1", "sample=null")
-    options = (*chat, *short, "model.config.tie_word_embeddings=true", "model.config.num_key_value_heads=4")
+    options = (*chat, *short, "model.config.tie_word_embeddings=true", f"model.config.num_key_value_heads={heads}")
     expected = train(recipe, "one", *options)
     assert all(alike(found, expected) for found in four_ranks.run(train, recipe, "mesh", *options, *sizes))
 
