@@ -65,14 +65,18 @@ def test_models_that_can_be_divided(kind: str, fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "why"),
     [
-        ("gptj", {**GPT2, "rotary_dim": 8}, "those of a gptj meet elsewhere"),
-        ("lfm2", {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]}, "have conv and meet elsewhere"),
-        ("mamba", {}, "meet elsewhere"),
-        ("mistral", {"num_key_value_heads": 2, "sliding_window": LENGTH - 1}, f"see a window of {LENGTH - 1}"),
-        ("llama4_text", {"num_key_value_heads": 2, "head_dim": 8, **EXPERTS, **TOKENS}, "have chunked_attention"),
-        ("bloom", {}, "have no position_ids"),
-        ("falcon", {}, "need a mask"),
-        ("gemma2", {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}, "meet in eager attention"),
+        ("gptj", {**GPT2, "rotary_dim": 8}, "but a gptj .*lets them do so elsewhere: use"),
+        (
+            "lfm2",
+            {"num_key_value_heads": 2, "layer_types": ["conv", "full_attention"]},
+            "has conv layers and lets them do so elsewhere",
+        ),
+        ("mamba", {}, "lets them do so elsewhere"),
+        ("mistral", {"num_key_value_heads": 2, "sliding_window": LENGTH - 1}, f"has a window of {LENGTH - 1}"),
+        ("llama4_text", {"num_key_value_heads": 2, "head_dim": 8, **EXPERTS, **TOKENS}, "has chunked_attention layers"),
+        ("bloom", {}, "takes no position_ids"),
+        ("falcon", {}, "needs a mask"),
+        ("gemma2", {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}, "computes with eager attention"),
         ("llama", {"num_key_value_heads": 1}, "which does not divide a llama's 1 heads"),
     ],
 )
@@ -85,7 +89,14 @@ def test_tokens_that_see_later_ones_are_refused() -> None:
     model = model_of("llama")
     for layer in model.model.layers:
         layer.self_attn.is_causal = False
-    with pytest.raises(ConfigError, match="those of a llama see later ones"):
+    with pytest.raises(ConfigError, match="a llama lets them see later ones"):
+        of_ranks().check(model, CPU, LENGTH)
+
+
+def test_another_fault_of_a_model_is_not_taken_for_a_mask_that_it_needs() -> None:
+    model = model_of("llama")
+    model.model.norm = None
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         of_ranks().check(model, CPU, LENGTH)
 
 

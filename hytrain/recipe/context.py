@@ -82,20 +82,20 @@ class Context:
         """
         name, ranks = model.config.model_type, self.mesh.size()
         kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
-        found = {f"have {kind}" for kind in kinds - {"full_attention", "sliding_attention"}}
+        found = {f"has {kind} layers" for kind in kinds - {"full_attention", "sliding_attention"}}
         if "position_ids" not in inspect.signature(model.forward).parameters:
-            found.add("have no position_ids")
+            found.add("takes no position_ids")
         if (before := model.config._attn_implementation) != SDPA:
-            found.add(f"meet in {before} attention")
+            found.add(f"computes with {before} attention")
 
         def alone(module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, **options: Any) -> Any:
             if (window := options.get("sliding_window") or length) < length:
-                found.add(f"see a window of {window}")
+                found.add(f"has a window of {window}")
             if options.get("position_bias") is not None:
-                found.add("have a bias for each other's places")
+                found.add("adds a bias for their places")
             causal = options.get("is_causal")
             if not (getattr(module, "is_causal", True) if causal is None else causal):
-                found.add("see later ones")
+                found.add("lets them see later ones")
             for heads in (query.shape[HEADS], key.shape[HEADS]):
                 if heads % ranks:
                     raise ConfigError(f"parallel.context is {ranks}, which does not divide a {name}'s {heads} heads.")
@@ -105,16 +105,18 @@ class Context:
         model.config._attn_implementation = ALONE
         try:
             if leaks(model, device):
-                found.add("meet elsewhere")
+                found.add("lets them do so elsewhere")
         except (AttributeError, TypeError):
-            found.add("need a mask")
+            model.config._attn_implementation = before
+            leaks(model, device)  # with a mask: if that fails too, the model has another fault
+            found.add("needs a mask")
         finally:
             model.config._attn_implementation = before
             ALL_ATTENTION_FUNCTIONS.pop(ALONE)
         if found:
             raise ConfigError(
-                "parallel.context needs tokens that meet in full causal attention by Transformers' sdpa alone, but "
-                f"those of a {name} {' and '.join(sorted(found))}: use data_shard in its place."
+                "parallel.context: tokens of one sequence may influence each other only through full causal attention "
+                f"by Transformers' sdpa, but a {name} {' and '.join(sorted(found))}: use data_shard in its place."
             )
 
 

@@ -211,7 +211,11 @@ def refusal(recipe: Path, *overrides: str) -> str:
         ("data.paths=[/nowhere.txt]", "does not exist"),
         ("model.config={model_type: gpt2, n_embd: 32, n_layer: 1, n_head: 2}", "a gpt2 has none in Transformers"),
         ("model.config.num_key_value_heads=1", "num_key_value_heads, 1"),
-        ("model.config={model_type: bloom, hidden_size: 32, n_layer: 1, n_head: 2}", "those of a bloom have no"),
+        ("model.config={model_type: bloom, hidden_size: 32, n_layer: 1, n_head: 2}", "takes no position_ids"),
+        (
+            "model.config={model_type: falcon, hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 4}",
+            "needs a mask",
+        ),
     ],
 )
 def test_what_ranks_cannot_train_is_one_sentence_on_all(
@@ -219,7 +223,7 @@ def test_what_ranks_cannot_train_is_one_sentence_on_all(
 ) -> None:
     options = [override]
     if override.startswith("model"):
-        kind = "context" if "bloom" in override else "tensor"
+        kind = "context" if "bloom" in override or "falcon" in override else "tensor"
         options = [f"parallel.{kind}=2", *(["model.config=null"] if "model_type" in override else []), override]
     first, second = two_ranks.run(refusal, recipe, *options)
     assert first == second and part in first
