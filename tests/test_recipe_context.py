@@ -20,6 +20,13 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "nu
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96}
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32,
+}
 
 
 class Mesh:
@@ -98,6 +105,29 @@ def test_another_fault_of_a_model_is_not_taken_for_a_mask_that_it_needs() -> Non
     model.model.norm = None
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         of_ranks().check(model, CPU, LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}),
+        ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32, **TOKENS}),
+    ],
+)
+def test_a_part_is_rotated_as_in_the_whole_sequence(kind: str, fields: dict[str, Any]) -> None:
+    """Its frequencies depend on the length, which is at first more than the model has been trained for."""
+    fields = {"max_position_embeddings": 32, **fields}
+    whole = model_of(kind, **fields).model.rotary_emb
+    x, places = torch.zeros(1), torch.arange(LENGTH - 1)[None]
+    for rank in (0, 1):
+        context = of_ranks(2, rank)
+        context.divide(model := model_of(kind, **fields))
+        for length, divided in ((LENGTH - 1, True), (8, False), (8, True), (LENGTH - 1, False)):
+            context.enter(model, length if divided else None)
+            given = places[:, :length]
+            part = context.part(given, 0) if divided else given
+            for found, expected in zip(model.model.rotary_emb(x, part), whole(x, given), strict=True):
+                assert torch.equal(found, expected[:, part[0]])
 
 
 def test_parts_follow_each_other_with_their_places() -> None:

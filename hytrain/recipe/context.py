@@ -12,7 +12,9 @@ ranks, too, and takes the mean of their gradients. So what `summed` gives back i
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hytrain.errors import ConfigError
@@ -32,11 +35,12 @@ ALONE: Final = "hytrain_alone"
 HEADS, SEQUENCE = 1, 2  # of what Transformers gives to attention: (batch, heads, sequence, width)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Context:
     """The ranks that have parts of the same sequences: `mesh` has one dimension. All of them get whole sequences."""
 
     mesh: DeviceMesh
+    length: int | None = None  # of the sequences that the model has parts of now
 
     def part(self, whole: Tensor, fill: int) -> Tensor:
         """This rank's part of (batch, length): (batch, length / ranks, rounded up); `fill` follows the last ones."""
@@ -57,9 +61,28 @@ class Context:
         total: Tensor = _Sum.apply(own, self.mesh)  # type: ignore[no-untyped-call]
         return total
 
-    def enter(self, model: Any, divided: bool) -> None:
-        """From now on, attention is that of divided sequences, or of whole ones; also where backward computes again."""
-        model.config._attn_implementation = DIVIDED if divided else SDPA
+    def divide(self, model: Any) -> None:
+        """Makes the model one that can compute parts. `enter` says when it does."""
+        ALL_ATTENTION_FUNCTIONS[DIVIDED] = self.attention
+        for module in model.modules():
+            kinds = str(getattr(module, "rope_type", ""))
+            if "dynamic" in kinds or "longrope" in kinds:
+                module.forward = partial(self._rotated, module.forward)
+
+    def enter(self, model: Any, length: int | None) -> None:
+        """From now on, the model has parts of sequences of this length, or whole ones; also if backward recomputes."""
+        self.length = length
+        model.config._attn_implementation = SDPA if length is None else DIVIDED
+
+    def _rotated(self, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
+        """What a rotary embedding makes of the part's places (…, part). Its frequencies depend on the last place given.
+
+        That of the whole sequence is given, too, and what it makes of it is left out.
+        """
+        if self.length is None:
+            return forward(x, position_ids, *args, **options)
+        places = pad(position_ids, (0, 1), value=self.length - 1)
+        return tree_map(lambda found: found[..., :-1, :], forward(x, places, *args, **options))
 
     def attention(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **options: Any

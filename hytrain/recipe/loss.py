@@ -22,12 +22,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.checkpoint import checkpoint
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import ModelOutput
 
 from hytrain.errors import ConfigError
 from hytrain.recipe.batches import IGNORED
-from hytrain.recipe.context import DIVIDED, Context
+from hytrain.recipe.context import Context
 
 
 @dataclass
@@ -52,7 +51,7 @@ def in_chunks(model: Any, chunks: int, context: Context | None = None) -> None:
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise ConfigError(f"{_option(context)} lacks the loss of routers: leave it out, or output_router_logits.")
     if context is not None:
-        ALL_ATTENTION_FUNCTIONS[DIVIDED] = context.attention
+        context.divide(model)
     model.forward = _Chunked(model, chunks, context)
 
 
@@ -79,7 +78,7 @@ class _Chunked:
     def __call__(self, *args: Any, labels: Tensor | None = None, **inputs: Any) -> Any:
         context = self._context
         if context is not None:
-            context.enter(self._model, divided=labels is not None)
+            context.enter(self._model, None if labels is None else labels.shape[1])
         if labels is None:
             return self._whole(*args, **inputs)
         following = pad(labels, (0, 1), value=IGNORED)[..., 1:]

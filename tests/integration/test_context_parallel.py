@@ -133,7 +133,10 @@ def backward_in_a_ring(model: Any, opt: Any, step: int) -> Tensor:
 
 
 def llama(device: str, sharded: bool = True) -> Any:
-    """Its loss is that of the whole sequences. With `sharded`, ranks have parts of them."""
+    """Its loss is that of the whole sequences. With `sharded`, ranks have parts of them.
+
+    Its frequencies are others for sequences longer than half of these.
+    """
     import transformers
 
     from hytrain.recipe.context import Context
@@ -142,7 +145,9 @@ def llama(device: str, sharded: bool = True) -> Any:
     torch.manual_seed(0)
     shape = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8}
     heads = {"num_key_value_heads": HEADS, "head_dim": 8}
-    config = transformers.LlamaConfig(**shape, **heads, vocab_size=VOCAB, use_cache=False)
+    factors = {"rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 2.0}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": LENGTH // 2, **factors}
+    config = transformers.LlamaConfig(**shape, **heads, vocab_size=VOCAB, use_cache=False, rope_parameters=rope)
     model: Any = transformers.LlamaForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     if not sharded:
         return model.train()
