@@ -22,7 +22,17 @@ from typing import Any, Final
 import psutil
 
 GROUPS: Final = Path("/sys/fs/cgroup")
-PACKAGES: Final = ("torch", "triton", "transformers", "deepspeed", "torchao", "bitsandbytes", "accelerate", "numpy")
+PACKAGES: Final = (
+    "torch",
+    "triton",
+    "transformers",
+    "deepspeed",
+    "torchao",
+    "bitsandbytes",
+    "flashoptim",
+    "accelerate",
+    "numpy",
+)
 _QUERY: Final = "name,uuid,driver_version,memory.total"
 
 

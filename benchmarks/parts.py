@@ -116,6 +116,8 @@ CAPS: Final = (8, 12, 16, 24, 32, 48)
 #: Labels by cap in GiB, for 3.43 B parameters: less than two thirds of what bitsandbytes' 8-bit AdamW takes, and a
 #: quarter of what no offload takes.
 LEAN: Final = {gib: f"below {gib:g} GiB" for gib in (14.0, 15.5)}
+#: Updates in `step()`, and in backward as gradients come, which are then freed.
+FLASHOPTIM: Final = ("flashoptim", "flashoptim-released")
 #: Where weights, too, are in host memory. What runs below the lowest cap takes no more below a higher one.
 WEIGHTLESS: Final = ("fsdp2", "deepspeed-zero3-params")
 LIMITS: Final = {NO_CLIPPING: 0.0, NEVER_CLIPPED: 1e6, ALWAYS_CLIPPED: 1e-3}
@@ -247,6 +249,8 @@ KNOWN: Final = {
     "torch-bf16": Known(15, 0.6, "no: bf16 moments, no masters"),
     "bnb-8bit": Known(20, 0.6, "no: 8-bit moments, no masters"),
     "bnb-paged-8bit": Known(20, 0.6, "no: 8-bit moments, no masters"),
+    "flashoptim": Known(20, 0.6, "no: 8-bit moments, masters of 24 bits"),
+    "flashoptim-released": Known(20, 0.6, "no: 8-bit moments, masters of 24 bits"),
     "sft-torch-fp32": Known(25, 0.4),
     "sft-torch-bf16": Known(25, 0.3, "no: bf16 moments, no masters"),
     "sft-hytrain": Known(30, 0.3),
@@ -440,7 +444,7 @@ def identical(template: Job) -> list[Job]:
 
 def lean(template: Job) -> list[Job]:
     """What people try first where memory is short, beside HyTrain as it is and below a cap on the GPU's memory."""
-    systems = ("no-offload", AUTO, OFFLOADED, "torch-bf16", "bnb-8bit", "bnb-paged-8bit")
+    systems = ("no-offload", AUTO, OFFLOADED, "torch-bf16", "bnb-8bit", "bnb-paged-8bit", *FLASHOPTIM)
     below = [(plain(replace(template, cap_gib=gib), ROAMING), label) for gib, label in LEAN.items()]
     return [
         *(plain(template, system) for system in systems),

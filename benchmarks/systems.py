@@ -276,6 +276,17 @@ def bitsandbytes(model: nn.Module, setting: Setting, *, paged: bool) -> Running:
     return Running(plain_step(model, kind(model.parameters(), lr=LR), setting.clip))
 
 
+def flashoptim(model: nn.Module, setting: Setting, *, releases: bool) -> Running:
+    """8-bit moments, and masters of 24 bits; if it releases gradients, updates are made in backward, one by one."""
+    from flashoptim import FlashAdamW, enable_gradient_release
+
+    model = model.to(setting.job.device)
+    optimizer = FlashAdamW(model.parameters(), lr=LR)
+    if releases:
+        enable_gradient_release(model, optimizer)
+    return Running(plain_step(model, optimizer, setting.clip))
+
+
 # ---------------------------------------------------------------- fine-tuning under the Trainer
 
 
@@ -400,6 +411,8 @@ SYSTEMS: Final[dict[str, System]] = {
     "torch-bf16": System(torch_adamw, dtype="bfloat16"),
     "bnb-8bit": System(partial(bitsandbytes, paged=False), dtype="bfloat16", cuda_only=True),
     "bnb-paged-8bit": System(partial(bitsandbytes, paged=True), dtype="bfloat16", cuda_only=True),
+    "flashoptim": System(partial(flashoptim, releases=False), dtype="bfloat16", cuda_only=True),
+    "flashoptim-released": System(partial(flashoptim, releases=True), dtype="bfloat16", cuda_only=True),
     "sft-torch-fp32": System(sft, dtype="float32"),
     "sft-torch-bf16": System(sft, dtype="bfloat16"),
     "sft-hytrain": System(partial(sft, ours=True)),
