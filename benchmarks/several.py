@@ -124,7 +124,10 @@ def newest_first(hosts: Iterable[Rows]) -> Rows:
 
 
 def against(here: Rows, base: str) -> str:
-    """Step time and memory relative to `base` on the same host and as many GPUs, with the same model and clipping."""
+    """Step time and memory relative to `base` on the same host and as many GPUs, with the same model and clipping.
+
+    Speed over GPU memory is how many times as many tokens a second a GB gives: what Hippie calls memory efficiency.
+    """
     same = ("host", "commit", "shape", "sequence", "ranks", "label")
 
     def relative(field: str) -> Callable[[Rows], float | None]:
@@ -137,6 +140,8 @@ def against(here: Rows, base: str) -> str:
 
     time = computed(f"relative to {base}", relative("step_s"))
     memory = computed(f"GPU memory relative to {base}", relative("gpu_peak_gb"), share)
+    both = tuple(map(relative, ("step_s", "gpu_peak_gb")))
+    gained = computed("speed over GPU memory, relative", lambda mine: _inverse(*(each(mine) for each in both)))
     lines = here.by(*same, "clip", "system")
     model = (last("model", "shape"), last("tokens", "sequence")) if len(here.by("shape", "sequence")) > 1 else ()
     facts = (GPUS, last("schedule", "label")) if here.last("label") else (GPUS, *CLIPPED)
@@ -151,8 +156,13 @@ def against(here: Rows, base: str) -> str:
         time,
         by_rank("GPU peak GB by rank", "gpu_peak_gb_by_rank", 1),
         memory,
+        gained,
         ("host GB", col.host_gb),
     )
+
+
+def _inverse(time: float | None, memory: float | None) -> float | None:
+    return None if time is None or memory is None else 1 / (time * memory)
 
 
 def scaling(rows: Rows) -> str:
