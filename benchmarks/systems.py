@@ -281,7 +281,8 @@ def flashoptim(model: nn.Module, setting: Setting, *, releases: bool) -> Running
     from flashoptim import FlashAdamW, enable_gradient_release
 
     model = model.to(setting.job.device)
-    optimizer = FlashAdamW(model.parameters(), lr=LR)
+    optimizer = FlashAdamW(model.parameters(), lr=LR, master_weight_bits=24)
+    assert not (releases and setting.clip), "gradients are gone when they would be clipped"
     if releases:
         enable_gradient_release(model, optimizer)
     return Running(plain_step(model, optimizer, setting.clip))

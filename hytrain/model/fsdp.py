@@ -62,6 +62,11 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to it, or to a part of it."""
+    return bool(_sharded_modules(module))
+
+
 def _sharded_modules(model: nn.Module) -> list[Any]:
     """The modules that `fully_shard` was applied to. Their class takes a second to import, so it is not named here."""
     return [module for module in model.modules() if hasattr(type(module), "_get_fsdp_state")]

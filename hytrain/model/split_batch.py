@@ -25,8 +25,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from hytrain.errors import UnsupportedError, UsageError
+from hytrain.model.fsdp import is_sharded
 from hytrain.model.layers import find_blocks
+from hytrain.tensors import version
 
+#: torch's own blocks, whose attention says where the batch is.
+TORCHS: Final = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 #: What a block may be given besides tensors, and tuples, lists and dicts of them: it is the same for all parts.
 SHARED: Final = (type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device, Enum)
 
@@ -34,19 +38,19 @@ SHARED: Final = (type(None), bool, int, float, str, torch.Size, torch.dtype, tor
 def split_batch(model: nn.Module, parts: int, *, checkpoint: bool = False) -> None:
     """Let each repeated block of the model compute its batch in `parts` parts, one after another. 1: all at once.
 
-    The batch is dimension 0 of the first tensor that a block is given, and of all others of the same size there. Its
-    rows must not depend on each other, as for `nn.DataParallel`. A batch that `parts` does not divide has a smaller
-    last part. In evaluation mode, blocks compute all at once, and so they do where another dimension of their first
-    tensor is as large as the batch: then nobody knows which of the other tensors have its rows. Whatever watches calls
-    of a block, a hook for example, sees each part.
+    The batch is dimension 0 of the first tensor that a block is given, (batch, tokens, …). Its rows must not depend on
+    each other, as for `nn.DataParallel`. Other tensors of as many rows are split with it if they have its tokens in
+    dimension 1, or four dimensions, as masks do. Where something else is as large as the batch, nobody knows whether it
+    has rows of it, and the block computes all at once; so it does in evaluation mode. A batch that `parts` does not
+    divide has a smaller last part. Whatever watches calls of a block, a hook for example, sees each part.
 
     With `checkpoint`, blocks keep only the inputs of their parts for backward, which computes the rest again, as
     `torch.utils.checkpoint` does. A model's own checkpoints of whole blocks compute all parts again at once: leave them
     off, unless they are those of Transformers (`gradient_checkpointing_enable`), which are made for each part.
 
     Call it before the optimizer is made. Copies of the model, and files, have blocks that compute all at once. Raises
-    `UnsupportedError` for a model without repeated blocks, and for one whose blocks compute rows together: with
-    statistics of the batch (BatchNorm), or with the batch in another dimension (`batch_first=False`).
+    `UnsupportedError` for a model without repeated blocks, for blocks that compute with statistics of the batch
+    (BatchNorm), and for torch's own layers with `batch_first=False`.
     """
     if parts < 1:
         raise UsageError(f"the number of parts is at least 1, not {parts}")
@@ -58,9 +62,12 @@ def split_batch(model: nn.Module, parts: int, *, checkpoint: bool = False) -> No
             raise UnsupportedError(
                 f"split_batch: a {type(module).__name__} computes with statistics of the whole batch"
             )
-        if getattr(module, "batch_first", True) is False:
+    for block in blocks:
+        attention = block.self_attn if isinstance(block, TORCHS) else block
+        if getattr(attention, "batch_first", True) is False:
             raise UnsupportedError(
-                f"split_batch: dimension 0 of a {type(module).__name__} is the batch with batch_first=True"
+                f"split_batch: a {type(block).__name__} has batch_first=False, so dimension 0 is not the batch: make "
+                "it with batch_first=True"
             )
     for block in blocks:
         kind: Any = vars(type(block)).get("_whole", type(block))
@@ -73,11 +80,13 @@ def _in_parts(kind: type[nn.Module], parts: int, checkpoint: bool) -> type[nn.Mo
 
     def call(block: Any, *args: Any, **kwargs: Any) -> Any:
         whole: Callable[..., Any] = super(split, block).__call__
-        given, tree = _flat((args, kwargs))
-        batch = next((each for each in given if isinstance(each, Tensor)), None)
-        if not block.training or batch is None or batch.dim() == 0 or len(batch) <= 1 or not _is_told(given, batch):
+        if not block.training:
             return whole(*args, **kwargs)
+        given, tree = _flat((args, kwargs))
         _check(block, given)
+        batch = next((each for each in given if isinstance(each, Tensor)), None)
+        if batch is None or batch.dim() == 0 or len(batch) <= 1 or not all(_is_told(each, batch) for each in given):
+            return whole(*args, **kwargs)
 
         def compute(*part: Any) -> Any:
             args, kwargs = tree_unflatten(list(part), tree)
@@ -86,7 +95,11 @@ def _in_parts(kind: type[nn.Module], parts: int, checkpoint: bool) -> type[nn.Mo
         sizes = [len(part) for part in batch.chunk(parts)]
         splits = [_split(each, batch, sizes) for each in given]
         of_part = partial(checkpointed, compute, use_reentrant=False) if checkpoint else compute
-        return _joined([of_part(*part) for part in zip(*splits, strict=True)], sizes, kind.__name__)
+        made = [of_part(*part) for part in zip(*splits, strict=True)]
+        parts_of_batch = next(split for split, each in zip(splits, given, strict=True) if each is batch)
+        if not torch.compiler.is_compiling() and any(version(part) for part in parts_of_batch):
+            raise UsageError(f"split_batch: {kind.__name__} writes into what it is given: let it return that instead")
+        return _joined(made, sizes, kind.__name__)
 
     def reduce(block: Any, protocol: Any) -> Any:
         """For copies and pickles, whose class is to be found by its name."""
@@ -106,14 +119,24 @@ def _has(each: Any, size: int) -> bool:
     return isinstance(each, Tensor) and each.dim() > 0 and len(each) == size
 
 
-def _is_told(given: Sequence[Any], batch: Tensor) -> bool:
-    """Whether it can be told which tensors have the batch."""
-    return len(batch) not in batch.shape[1:] or not any(each is not batch and _has(each, len(batch)) for each in given)
+def _has_rows(each: Any, batch: Tensor) -> bool:
+    """Whether the tensor has rows of the batch."""
+    if each is batch:
+        return True
+    return _has(each, len(batch)) and (each.dim() == 4 or each.shape[1:2] == batch.shape[1:2] != ())
+
+
+def _is_told(each: Any, batch: Tensor) -> bool:
+    """Whether it is known if this has rows of the batch."""
+    size = len(batch)
+    if isinstance(each, Tensor):
+        return each is batch or not _has(each, size) or (_has_rows(each, batch) and size not in batch.shape[1:])
+    return size not in each if isinstance(each, torch.Size) else isinstance(each, bool | Enum) or each != size
 
 
 def _check(block: nn.Module, given: Sequence[Any]) -> None:
     name = type(block).__name__
-    if hasattr(block, "_get_fsdp_state"):
+    if is_sharded(block):
         raise UnsupportedError(
             f"split_batch: {name} is sharded by fully_shard, which would gather its weights for each part: accumulate "
             "gradients in its place"
@@ -130,7 +153,7 @@ def _split(each: Any, batch: Tensor, sizes: list[int]) -> Sequence[Any]:
     """A part for each size. What backward needs of the batch's parts does not keep all of it."""
     if each is batch:
         return [part.clone() for part in batch.split(sizes)]
-    return each.split(sizes) if _has(each, len(batch)) else [each] * len(sizes)
+    return each.split(sizes) if _has_rows(each, batch) else [each] * len(sizes)
 
 
 def _joined(made: list[Any], sizes: list[int], name: str) -> Any:
@@ -143,5 +166,10 @@ def _joined(made: list[Any], sizes: list[int], name: str) -> Any:
         elif isinstance(parts[0], SHARED) and all(part == parts[0] for part in parts):
             joined.append(parts[0])
         else:
-            raise UsageError(f"split_batch: {name} returns something that is not split by the batch")
+            what = (
+                f"a tensor of shape {tuple(parts[0].shape)}"
+                if isinstance(parts[0], Tensor)
+                else type(parts[0]).__name__
+            )
+            raise UsageError(f"split_batch: {name} returns something that is not split by the batch: {what}")
     return tree_unflatten(joined, trees[0][1])

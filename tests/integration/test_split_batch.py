@@ -170,10 +170,11 @@ class Block(nn.Module):
 
 
 def test_what_has_the_batch_is_split_and_joined() -> None:
+    """Tensors with the batch's tokens, and masks of four dimensions."""
     blocks = nn.ModuleList(Block() for _ in range(2))
     hytrain.split_batch(blocks, 3)
-    x, rows, shared = torch.randn(7, 8), torch.randn(7, 1), torch.randn(1, 8)
-    y, more = blocks[0](x, {"rows": rows, "shared": shared, "name": "it"}, mask=torch.ones(7))
+    x, rows, shared = torch.randn(7, 8), torch.randn(7, 8), torch.randn(1, 8)
+    y, more = blocks[0](x, {"rows": rows, "shared": shared, "name": "it"}, mask=torch.ones(7, 1, 5, 5))
     assert blocks[0].seen == [(3, 3, 1, 3), (3, 3, 1, 3), (1, 1, 1, 1)]
     torch.testing.assert_close(y, blocks[0].line(x) * rows + shared)
     assert torch.equal(more["rows"], rows * 2) and more["name"] == "it" and more["no"] is None
@@ -182,29 +183,46 @@ def test_what_has_the_batch_is_split_and_joined() -> None:
     assert blocks[1].seen == [(1, 1, 1, 0), (7, 7, 1, 0)], "one row, and an evaluation"
 
 
-def test_where_nobody_can_tell_what_has_the_batch_all_is_computed_at_once() -> None:
-    blocks = nn.ModuleList(Block() for _ in range(2))
+SLOPES = torch.rand(6, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "more", "times"),
+    [
+        (6, SLOPES, 1),  # of six heads, say
+        (5, SLOPES[:1], 2),
+        (6, torch.rand(6), 1),
+        (6, torch.Size([6, 4]), 1),
+        (5, torch.Size([6, 4]), 2),
+        (6, 6, 1),
+        (6, True, 2),
+        (4, torch.rand(4, 4), 1),  # four tokens
+        (4, torch.rand(1, 4), 2),
+    ],
+    ids=str,
+)
+def test_where_nobody_can_tell_what_has_the_batch_all_is_computed_at_once(size: int, more: Any, times: int) -> None:
+    blocks, seen = nn.ModuleList(Block() for _ in range(2)), list[int]()
     hytrain.split_batch(blocks, 2)
-    x, rows = torch.randn(8, 8), torch.randn(8, 8)
-    y, _ = blocks[0](x, {"rows": rows, "shared": torch.zeros(1, 8), "name": "it"})
-    assert blocks[0].seen == [(8, 8, 1, 0)] and torch.equal(y, blocks[0].line(x) * rows)
-    rows_seen = list[int]()
-    blocks[1].forward = lambda x, more: rows_seen.append(len(x)) or x  # type: ignore[method-assign]
-    blocks[1](x, {"rows": rows[:1]})
-    assert rows_seen == [4, 4], "nothing else has as many rows"
+    blocks[0].forward = lambda x, more: seen.append(len(x)) or x  # type: ignore[method-assign]
+    blocks[0](torch.randn(size, 4), more)
+    assert len(seen) == times and sum(seen) == size
 
 
 def test_what_cannot_be_split_or_joined_is_refused() -> None:
     blocks = nn.ModuleList(Block() for _ in range(2))
     hytrain.split_batch(blocks, 2)
-    x, rows, shared = torch.randn(6, 8), torch.randn(6, 1), torch.randn(1, 8)
+    x, shared = torch.randn(6, 8), torch.randn(1, 8)
     with pytest.raises(UsageError, match="Block is given a list_iterator, which may hold all of the batch"):
         blocks[0](x, {"rows": iter([]), "shared": shared, "name": "it"})
-    with pytest.raises(UsageError, match="Block returns something that is not split by the batch"):
+    with pytest.raises(UsageError, match=r"not split by the batch: a tensor of shape \(1, 1\)"):
         blocks[0](x, {"rows": torch.ones(1, 1), "shared": shared, "name": "it"})
-    blocks[0].forward = lambda x, *_: (x, float(x.sum()))  # type: ignore[method-assign]
-    with pytest.raises(UsageError, match="Block returns something that is not split by the batch"):
-        blocks[0](x, {"rows": rows, "shared": shared, "name": "it"})
+    blocks[0].forward = lambda x: (x, float(x.sum()))  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="Block returns something that is not split by the batch: float"):
+        blocks[0](x)
+    blocks[0].forward = lambda x: x.add_(1)  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match="Block writes into what it is given"):
+        blocks[0](x)
 
 
 def test_dropout_in_a_reentrant_checkpoint_is_the_same_in_backward() -> None:
@@ -232,7 +250,8 @@ def test_a_cache_is_refused() -> None:
     ("model", "message"),
     [
         (nn.Linear(4, 4), "no repeated blocks"),
-        (nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8) for _ in range(2)), "the batch with batch_first=True"),
+        (nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8) for _ in range(2)), "EncoderLayer has batch_first=False"),
+        (nn.ModuleList(nn.GRU(8, 8) for _ in range(2)), "GRU has batch_first=False"),
         (nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)), "BatchNorm1d computes"),
     ],
 )
@@ -244,17 +263,19 @@ def test_models_that_are_refused(model: nn.Module, message: str) -> None:
 
 
 class Sharded(nn.Linear):
-    """As `fully_shard` makes of a block."""
+    """As `fully_shard` makes of a module."""
 
     _get_fsdp_state = None
 
 
-def test_blocks_that_are_sharded_are_refused() -> None:
-    """Each part would gather the weights, and ranks with other numbers of rows have other numbers of parts."""
-    blocks = nn.ModuleList(Sharded(4, 4) for _ in range(2))
+@pytest.mark.parametrize("rows", [4, 1])
+@pytest.mark.parametrize("whole", [True, False], ids=["the block", "a part of it"])
+def test_blocks_that_are_sharded_are_refused(whole: bool, rows: int) -> None:
+    """Each part would gather the weights. Also with one row, or others would wait for a rank that has refused."""
+    blocks = nn.ModuleList(Sharded(4, 4) if whole else nn.Sequential(Sharded(4, 4)) for _ in range(2))
     hytrain.split_batch(blocks, 2)
-    with pytest.raises(UnsupportedError, match="Sharded is sharded by fully_shard"):
-        blocks[0](torch.randn(4, 4))
+    with pytest.raises(UnsupportedError, match="is sharded by fully_shard"):
+        blocks[0](torch.randn(rows, 4))
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
