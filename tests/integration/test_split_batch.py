@@ -183,23 +183,22 @@ def test_what_has_the_batch_is_split_and_joined() -> None:
     assert blocks[1].seen == [(1, 1, 1, 0), (7, 7, 1, 0)], "one row, and an evaluation"
 
 
-SLOPES = torch.rand(6, 1, 4)
+SLOPES = torch.ones(6, 1, 4)
 
 
 @pytest.mark.parametrize(
     ("size", "more", "times"),
     [
-        (6, SLOPES, 1),  # of six heads, say
-        (5, SLOPES[:1], 2),
-        (6, torch.rand(6), 1),
-        (6, torch.Size([6, 4]), 1),
-        (5, torch.Size([6, 4]), 2),
-        (6, 6, 1),
-        (6, True, 2),
-        (4, torch.rand(4, 4), 1),  # four tokens
-        (4, torch.rand(1, 4), 2),
+        pytest.param(6, SLOPES, 1, id="as many heads as rows"),
+        pytest.param(5, SLOPES[:1], 2, id="one for all heads"),
+        pytest.param(6, torch.ones(6), 1, id="a vector"),
+        pytest.param(6, torch.Size([6, 4]), 1, id="the batch's shape"),
+        pytest.param(5, torch.Size([6, 4]), 2, id="another shape"),
+        pytest.param(6, 6, 1, id="the batch's size"),
+        pytest.param(6, True, 2, id="a flag"),
+        pytest.param(4, torch.ones(4, 4), 1, id="as many tokens as rows"),
+        pytest.param(4, torch.ones(1, 4), 2, id="one for all rows"),
     ],
-    ids=str,
 )
 def test_where_nobody_can_tell_what_has_the_batch_all_is_computed_at_once(size: int, more: Any, times: int) -> None:
     blocks, seen = nn.ModuleList(Block() for _ in range(2)), list[int]()
