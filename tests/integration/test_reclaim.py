@@ -112,30 +112,9 @@ def test_evictions_beside_all_placements_leave_the_bits(
 
 
 @pytest.mark.parametrize("options", [{"updates": "backward"}, {"max_grad_norm": 1e-2}], ids=str)
-def test_state_leaves_whose_update_is_held_until_backward_is_over(options: dict[str, Any], budget: Budget) -> None:
-    found = []
-    for evicts in (False, True):
-        model = perceptron()
-        with adamw(model, k=1.0, **options) as opt:
-            make_ready(opt)
-            train(model, opt, range(3), square_loss)
-            before = budget.evictions
-            press = lambda _: [budget.press(), budget.press()] and None  # noqa: E731
-            handle = model[0][0].weight.register_hook(press if evicts else lambda _: None)
-            loss = square_loss(model, 3)
-            loss.backward()
-            placed = [layer.life.placement.name for layer in opt._session.layers]
-            opt.step()
-            opt.zero_grad()
-            assert placed.count("visit") == budget.evictions - before == (2 if evicts else 0)
-            handle.remove()
-            train(model, opt, [4], square_loss)
-            found.append(state(opt) | weights(model))
-    assert differing(*found) == []
-
-
-@pytest.mark.parametrize("options", [{"updates": "backward"}, {"max_grad_norm": 1e-2}], ids=str)
-def test_state_that_has_left_in_forward_visits_in_the_same_step(options: dict[str, Any], budget: Budget) -> None:
+@pytest.mark.parametrize("when", ["left_in_forward", "is_held_until"])
+def test_state_leaves_before_its_update(when: str, options: dict[str, Any], budget: Budget) -> None:
+    """Before backward, or while its update is held until backward is over: it visits in the same step."""
     found = []
     for evicts in (False, True):
         model = perceptron()
@@ -143,12 +122,16 @@ def test_state_that_has_left_in_forward_visits_in_the_same_step(options: dict[st
             make_ready(opt)
             train(model, opt, range(3), square_loss)
             before, loss = budget.evictions, square_loss(model, 3)
-            for _ in range(2 if evicts else 0):
-                budget.press()
+            press = lambda *_: [budget.press(), budget.press()] and None  # noqa: E731
+            handle = model[0][0].weight.register_hook(press if evicts and when == "is_held_until" else lambda _: None)
+            if evicts and when == "left_in_forward":
+                press()
             loss.backward()
+            placed = [layer.life.placement.name for layer in opt._session.layers]
+            assert placed.count("visit") == budget.evictions - before == (2 if evicts else 0)
             opt.step()
             opt.zero_grad()
-            assert budget.evictions - before == (2 if evicts else 0)
+            handle.remove()
             train(model, opt, [4], square_loss)
             found.append(state(opt) | weights(model))
     assert differing(*found) == []
