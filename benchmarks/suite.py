@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=Path, help="keep HyTrain's run folders, as RUNS/SYSTEM: logs, metrics, a trace")
     parser.add_argument("--shape", choices=SHAPES, default="3b")
     parser.add_argument("--batch", type=int, nargs="+", default=[], help="only these batch sizes; --systems: else 8")
+    parser.add_argument("--steps", type=int, help="measure so many in each segment, instead of the part's own number")
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -84,6 +86,8 @@ def _jobs(arguments: argparse.Namespace, part: str) -> list[Job]:
         sizes = arguments.batch or [8]
         return [parts.plain(template, system, batch) for system in arguments.systems for batch in sizes]
     jobs = [job for job in parts.PARTS[part](template) if not arguments.only or job.system in arguments.only]
+    if arguments.steps:
+        jobs = [replace(job, segments=tuple(replace(s, measure=arguments.steps) for s in job.segments)) for job in jobs]
     return [kept for job in jobs if (kept := job.only(arguments.batch)).segments] if arguments.batch else jobs
 
 
