@@ -114,6 +114,8 @@ def test_a_longer_batch_gets_its_room_before_its_forward(tmp_path: Path) -> None
     found = []
     for is_capped in (False, True):
         model = llama(torch.float32)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()  # others have trained in this process
         with hytrain.AdamW(model, k=1.0, run_dir=str(tmp_path / str(is_capped))) as opt:
             for number in range(4):
                 step(model, opt, number)
