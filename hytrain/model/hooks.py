@@ -248,7 +248,8 @@ class OnGradient(_Hook["Backward"]):
 
     @uncompiled
     def __call__(self, tensor: torch.Tensor) -> None:
-        if (backward := self.target) is not None:
+        target = self._target
+        if target is not None and (backward := target()) is not None:
             backward.on_gradient(self._given, tensor)
 
 

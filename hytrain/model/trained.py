@@ -228,12 +228,13 @@ class TrainedParameter:
         Returns the layers that are now complete.
         """
         self._begin_update(step)
-        full = []
-        if len(self.places) > 1:
-            first, index = self.places[0]
+        places, full = self.places, []
+        is_whole = len(places) == 1
+        if len(places) > 1:
+            first, index = places[0]
             first.whole[index] = gradient
-        for layer, index in self.places:
-            layer.filled[index] = layer.segments[index].part(gradient)
+        for layer, index in places:
+            layer.filled[index] = gradient if is_whole else layer.segments[index].part(gradient)
             layer.streams.add(stream)
             if len(layer.filled) == len(layer.segments):
                 full.append(layer)

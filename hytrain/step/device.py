@@ -58,6 +58,7 @@ class DeviceUpdates:
         self._meter, self._verdicts, self._overlap = common.meter, common.verdicts, common.overlap
         self._host, self._visits, self._offload, self.late = host, common.visits, common.offload, LateReads(common)
         self._shared = shared
+        self._alone = {layer.lid for layer in common.layers if layer.spec.stays_on_device}  # no launch has others, too
         self.positions: Sequence[int] = [layer.spec.position for layer in common.layers]
         self.groups: tuple[Hyper, ...] = ()
         self._held: list[_Due] = []  # until backward is over
@@ -87,7 +88,7 @@ class DeviceUpdates:
         layer.take_back()
         due = _Due(layer, self._health.life.step, layer.sent, gradients, stream)
         is_kept, visits = self.late.keep(layer, gradients), layer.life.placement.visits
-        waits = self._puts_off(layer, gradients.values()) if visits else is_kept and not layer.spec.stays_on_device
+        waits = self._puts_off(layer, gradients.values()) if visits else is_kept and layer.lid not in self._alone
         if self._overlap and (waits or self._verdicts.awaited):
             self._held.append(due)
             self.offer(layer)
@@ -105,7 +106,7 @@ class DeviceUpdates:
         for due in sorted(self._held, key=lambda due: self.positions[due.layer.lid]):
             self._transfers.join([due.stream], due.gradients.values())
             due.layer.take_back()  # in the meantime its state may have left
-            alone = due.layer.life.placement.visits or due.layer.spec.stays_on_device
+            alone = due.layer.life.placement.visits or due.layer.lid in self._alone
             (others if alone else together).append(due)
         self._make_together(together)
         for due in others:
