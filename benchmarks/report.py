@@ -29,11 +29,14 @@ from benchmarks.parts import (
     AUTO,
     EAGER,
     EXPERTS,
+    FIRST,
     LEAN,
     MUON,
     NEVER_CLIPPED,
     NO_CLIPPING,
     OFFLOADED,
+    PARK,
+    RANDOM,
     ROAMING,
     SAVING,
     SFT,
@@ -534,6 +537,41 @@ def largest(rows: Rows) -> str:
     return table(rows.of_part("largest").by("label"), *columns)
 
 
+def growing(rows: Rows) -> str:
+    """Batches that grow, and memory that others take: HyTrain alone, on each host that has measured it."""
+    here = rows.where(part=("growing", "giving_way"))
+
+    def to_first(mine: Rows) -> float | None:
+        """What is lost by not beginning with the longest batch."""
+        if mine.last("label") != RANDOM:
+            return None
+        alike = here.where(**{name: mine.last(name) for name in ("host", "commit", "shape", "system")})
+        return ratio(mine.median("mean_s"), alike.where(label=FIRST).median("mean_s"))
+
+    return table(
+        here.by("host", "commit", "shape", "system", "label"),
+        *col.HOST,
+        last("model", "shape"),
+        col.SYSTEM,
+        last("what", "label"),
+        ("steps", lambda mine: str(len(mine.last("steps_s") or ()))),
+        ("mean s/step", lambda mine: f"failed: {mine.error()}" if mine.error() else number(mine.median("mean_s"), 4)),
+        computed("relative to the longest first", to_first),
+        median("the batch takes s more", "extra_s", 2),
+        last("as fast again after steps", "back_steps"),
+        median("evicted GB", "evicted_gb", 1),
+        *col.MEMORY,
+    )
+
+
+def parked(rows: Rows) -> str:
+    """Seconds until the GPU's memory is another process's, and back; GB that stay there meanwhile."""
+    here = rows.where(part="giving_way", label=PARK)
+    seconds = (("park s", "park_s"), ("resume s", "resume_s"), ("lend s", "lend_s"), ("attach and copy s", "attach_s"))
+    columns = (*(median(head, field, 2) for head, field in seconds), median("GB left", "left_gb", 2))
+    return table(here.by("host", "commit", "shape"), *col.HOST, last("model", "shape"), *columns)
+
+
 def _capped(lines: Iterable[Rows]) -> str:
     tokens = ("tokens per step", lambda mine: f"{mine.last('batch')} x {mine.last('sequence')}")
     columns = (*CAPPED, tokens, *PLACED, col.STEP, col.PREDICTED)
@@ -592,7 +630,22 @@ _TABLES: Final = (
 )
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
     make.__name__: make
-    for make in (*_TABLES, compiled, identical, sft, saving, experts, power, monitors, frontier, largest, home, long)
+    for make in (
+        *_TABLES,
+        compiled,
+        identical,
+        sft,
+        saving,
+        experts,
+        power,
+        monitors,
+        frontier,
+        largest,
+        home,
+        long,
+        growing,
+        parked,
+    )
 }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from hytrain.algorithms import Algorithm
@@ -70,6 +71,11 @@ def check_model(model: nn.Module) -> torch.device:
             )
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedError(f"{name or 'the model'} makes sparse gradients: construct it with sparse=False")
+    if any(map(is_lazy, model.parameters())):
+        raise UnsupportedError(
+            f"{type(model).__name__} has lazy modules, whose parameters have no shape before their first forward: call "
+            "it once before, or give its parameters, hytrain.AdamW(model.parameters(), …)"
+        )
     made_on = {p.parameter: p.device for blueprint in blueprints_of(model) for p in blueprint.planned}
     trainable = [p for p in model.parameters() if p.requires_grad and (p.numel() or p in made_on)]
     if not trainable:

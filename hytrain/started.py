@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from hytrain.algorithms import Algorithm
@@ -112,7 +113,12 @@ class StartedOptimizer(SavedOptimizer):
         return self._started is None and self._close.alive
 
     def _found(self, module: nn.Module) -> bool:
-        """Start with this model, unless several optimizers have its parameters: then the first to step trains them."""
+        """Start with this model, unless several optimizers have its parameters: then the first to step trains them.
+
+        Lazy modules get their shapes in their first forward, so it starts after that.
+        """
+        if any(map(is_lazy, module.parameters())):
+            return False
         wanted = self._wanted()
         others = [other for other in _made if other is not self and other._is_searching]
         if not all(wanted.isdisjoint(other._wanted()) for other in others):

@@ -37,9 +37,14 @@ keeping_versions: Final[Callable[[Any], AbstractContextManager[None]]] = _unsafe
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """What runs inside has real memory, also while `torch.export` traces a model with tensors that have none."""
+    """What runs inside has real memory, also while `torch.export` traces a model with tensors that have none.
+
+    And under `torch.func`'s transforms, of which `_tensor_str` of torch steps out in this way.
+    """
+    outside: Any = torch._C._DisableFuncTorch()
     with _disable_current_modes():
         yield
+    del outside
 
 
 #: Their module takes a second to import: without it, there are none.
@@ -247,6 +252,17 @@ def has_kept_gradient(parameter: Tensor) -> bool:
     return of_gradient > _ALONE[0] or of_base > _ALONE[1]
 
 
+def has_shared_gradient(parameter: Tensor) -> bool:
+    """Whether another tensor has memory of its gradient: a view that a hook keeps, or another parameter's gradient.
+
+    In backward, that may also be what autograd is about to use.
+    """
+    gradient = parameter.grad
+    if gradient is None or is_distributed(parameter):
+        return False
+    return holders(gradient) > 1
+
+
 def with_gradients_of_others(parameters: Iterable[tuple[Tensor, Tensor]]) -> list[int]:
     """Those, by number, whose gradient somebody else may have, too, or that lack the memory of their second tensor.
 
@@ -256,9 +272,9 @@ def with_gradients_of_others(parameters: Iterable[tuple[Tensor, Tensor]]) -> lis
     for number, (parameter, own) in enumerate(parameters):
         gradient = parameter.grad
         if type(gradient) is Tensor and parameter.data_ptr() == own.data_ptr():
-            base = gradient._base
-            if sys.getrefcount(gradient) <= _ALONE[0] and (base is None or sys.getrefcount(base) <= _ALONE[1]):
-                continue
+            storage = gradient.untyped_storage()
+            if sys.getrefcount(gradient) <= _ALONE[0] and torch._C._storage_Use_Count(storage._cdata) == 2:
+                continue  # it has the memory, and so has what was just made to count
         found.append(number)
     return found
 

@@ -41,8 +41,9 @@ def split_batch(model: nn.Module, parts: int, *, checkpoint: bool = False) -> No
     The batch is dimension 0 of the first tensor that a block is given, (batch, tokens, …). Its rows must not depend on
     each other, as for `nn.DataParallel`. Other tensors of as many rows are split with it if they have its tokens in
     dimension 1, or four dimensions, as masks do. Where something else is as large as the batch, nobody knows whether it
-    has rows of it, and the block computes all at once; so it does in evaluation mode. A batch that `parts` does not
-    divide has a smaller last part. Whatever watches calls of a block, a hook for example, sees each part.
+    has rows of it, and the block computes all at once: a bias of shape (heads, tokens, tokens) with as many heads, or a
+    tensor with several rows for each of the batch. So it does in evaluation mode. A batch that `parts` does not divide
+    has a smaller last part. Whatever watches calls of a block, a hook for example, sees each part.
 
     With `checkpoint`, blocks keep only the inputs of their parts for backward, which computes the rest again, as
     `torch.utils.checkpoint` does. A model's own checkpoints of whole blocks compute all parts again at once: leave them
@@ -130,7 +131,12 @@ def _is_told(each: Any, batch: Tensor) -> bool:
     """Whether it is known if this has rows of the batch."""
     size = len(batch)
     if isinstance(each, Tensor):
-        return each is batch or not _has(each, size) or (_has_rows(each, batch) and size not in batch.shape[1:])
+        if each is batch or each.dim() == 0 or len(each) % size:
+            return True
+        if len(each) > size:
+            return each.dim() < 3  # or it may have some for each head and row
+        is_square = each.dim() == 3 and each.shape[1] == each.shape[2]  # for each head, perhaps
+        return _has_rows(each, batch) and not is_square and size not in batch.shape[1:]
     return size not in each if isinstance(each, torch.Size) else isinstance(each, bool | Enum) or each != size
 
 
@@ -161,7 +167,8 @@ def _joined(made: list[Any], sizes: list[int], name: str) -> Any:
     trees = [_flat(each) for each in made]
     joined = list[Any]()
     for parts in zip(*[each for each, _ in trees], strict=True):
-        if all(map(_has, parts, sizes)):
+        is_vector = isinstance(parts[0], Tensor) and parts[0].dim() == 1
+        if all(map(_has, parts, sizes)) and not (is_vector and len({*sizes}) == 1):  # of anything as long as a part
             joined.append(torch.cat(parts))
         elif isinstance(parts[0], SHARED) and all(part == parts[0] for part in parts):
             joined.append(parts[0])

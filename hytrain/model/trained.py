@@ -35,6 +35,7 @@ from hytrain.tensors import (
     flat,
     has_kept_gradient,
     has_own_storage,
+    has_shared_gradient,
     holders,
     laid_out,
     local,
@@ -221,6 +222,16 @@ class TrainedParameter:
         if (total := summed(parameter.grad)) is not None:
             return total.own
         return parameter.grad if has_kept_gradient(parameter) else None
+
+    def shared(self) -> Tensor | None:
+        """The gradient in `p.grad` if another tensor may read and write its memory, as far as is known; else None.
+
+        Graphs of the compiler have theirs, but write it only in their own backward.
+        """
+        gradient = self.parameter.grad
+        if gradient is None or summed(gradient) is not None or not has_shared_gradient(self.parameter):
+            return None
+        return None if gradient.is_cuda and graphs.may_write_again(gradient) else gradient
 
     def fill(self, gradient: Tensor, step: int, stream: Stream) -> list[TrainedLayer]:
         """Give the step's gradient, shape (numel,), computed on `stream`, to its layers.

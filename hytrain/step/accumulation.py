@@ -189,6 +189,9 @@ class Accumulation:
         self._choose, self._planes = choose, planes
         self._sums: Sums = DeviceSums()
         self._in_use = list[Sums]()  # those that have something
+        #: Whose gradients share their memory, and are left in `p.grad` as in torch: their versions, and while it is
+        #: learned what the loop does, their values, which others can write without a version.
+        self._shared = dict[TrainedParameter, tuple[int, Tensor | None]]()
         self._chosen: tuple[torch.dtype, bool] | None = None  # for which
 
     def begin_step(self, step: int, *, keeps: bool) -> None:
@@ -245,12 +248,32 @@ class Accumulation:
         if isinstance(total, _Sum):
             total.put_back()
             return
-        if parameter.kept() is not None:
+        is_kept = parameter.kept() is not None
+        if is_kept or self.timing.may_be_last and parameter.shared() is not None:
             self._forget(parameter)
+            if not is_kept:
+                self._shared[parameter] = 0, None
             return
         gradient = parameter.gradient(parameter.parameter)
         parameter.parameter.grad = None  # autograd must neither add to it nor keep it
         self._begin_sum(parameter, gradient)
+
+    def end_backward(self) -> None:
+        """A backward has ended that only sums: what autograd alone had in use, nobody else has any more."""
+        for parameter in list(self._shared):
+            if (gradient := parameter.shared()) is not None:
+                self._shared[parameter] = version(gradient), gradient.clone() if self.timing.learns else None
+                continue
+            del self._shared[parameter]
+            if parameter.parameter.grad is not None:
+                self.add(parameter)
+
+    def is_as_backward_left_it(self, parameter: TrainedParameter) -> bool:
+        """Whether `p.grad` has a gradient that shares its memory, and has been written by none since."""
+        gradient, seen = parameter.parameter.grad, self._shared.get(parameter)
+        if gradient is None or seen is None or version(gradient) != seen[0]:
+            return False
+        return seen[1] is None or torch.equal(gradient, seen[1])
 
     def add_from_elsewhere(self, parameter: TrainedParameter, gradient: Tensor) -> None:
         """Add a gradient, in the shape of what this rank has, that no backward of this process has made."""
@@ -388,6 +411,7 @@ class Accumulation:
             if self._sum_of(parameter) is None:
                 self._forget(parameter)
         self._in_use = [sums for sums in self._in_use if sums.end_step()]
+        self._shared.clear()
 
     def close(self) -> None:
         """Free the sums' memory. No copy may be under way. Sums become gradients of their own."""
@@ -405,21 +429,18 @@ class KeptGradients:
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[TrainedParameter, Tensor, int]] = []  # with their versions at the end of backward
+        self._kept: list[tuple[TrainedParameter, Tensor, int]] = []  # with their versions when they were copied
 
     def copy_of(self, parameter: TrainedParameter) -> Tensor | None:
-        """A copy of the parameter's gradient, shape (numel,), if the loop keeps the tensor that has it; else None."""
-        if (kept := parameter.kept()) is None:
+        """A copy of the parameter's gradient, shape (numel,), if others have the tensor or its memory; else None."""
+        kept = parameter.kept()
+        if kept is None and (kept := parameter.shared()) is None:
             return None
-        self._kept.append((parameter, kept, 0))
+        self._kept.append((parameter, kept, version(kept)))
         return parameter.gradient(parameter.parameter).clone()
 
-    def end_backward(self) -> None:
-        """From now on, writes are lost."""
-        self._kept = [(parameter, gradient, version(gradient)) for parameter, gradient, _ in self._kept]
-
     def written_since(self) -> TrainedParameter | None:
-        """A parameter whose tensor the loop has written after backward. Forgets them all."""
+        """A parameter whose gradient was written after it was copied. Forgets them all."""
         kept, self._kept = self._kept, []
         return next((parameter for parameter, gradient, seen in kept if version(gradient) != seen), None)
 

@@ -136,7 +136,7 @@ class Commit:
         total = self._accumulation.take(parameter, keep=keeps)
         is_own = total is None  # the loop's, which may write it from now on
         if is_own:
-            if step:  # or else they may have come before there was a session
+            if step and not self._accumulation.is_as_backward_left_it(parameter):  # nor came before there was a session
                 self._accumulation.timing.saw("sets gradients")
             total = None if keep else self._kept.copy_of(parameter)
         if total is None:
@@ -180,8 +180,8 @@ class Commit:
             return
         if (written := self._kept.written_since()) is not None:
             health.refuse(
-                f"the gradient of {written.name}, a tensor that was set as p.grad, was written between backward and "
-                'step(), when its update had begun: pass updates="step"'
+                f"the gradient of {written.name}, which others have, too, was written when its update had begun: pass "
+                'updates="step"'
             )
         with unwatched():
             found = gradients(self._parameters)

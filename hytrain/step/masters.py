@@ -22,7 +22,7 @@ from hytrain.model.lifecycle import State
 from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter, changed
 from hytrain.model.watched import unwatched
 from hytrain.step.common import Common
-from hytrain.step.reads import Reads
+from hytrain.step.reads import WRITTEN_EARLY, Reads
 from hytrain.step.uses import Uses
 from hytrain.tensors import address, flat, laid_out, local
 
@@ -78,7 +78,7 @@ class Masters:
             self._follow(replaced)
         for known in found:
             if not all(layer.life.is_current for layer, _ in known.places):
-                raise UsageError(f"{known.name} was written before its update: opt.synchronize() before writing")
+                raise UsageError(WRITTEN_EARLY.format(known.name))
         if found or replaced:
             self._import([*found, *replaced], keep_remainder=self.state_was_loaded)
 

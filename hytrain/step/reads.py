@@ -35,6 +35,9 @@ from hytrain.uncompiled import Weakly
 
 _log = logging.getLogger(__name__)
 
+WRITTEN_EARLY: Final = (
+    '{} was written before its update: opt.synchronize() before writing, or updates="step" if a backward writes it'
+)
 _CALLED_EARLY: Final = (
     "{} is called between backward and step(), but its update has already begun, which torch would make in step(). "
     "Call opt.step() after each backward; to accumulate over n backwards, pass grad_accumulation=n, or wrap all but a "
@@ -250,7 +253,7 @@ class Reads:
         step = self._health.life.step
         due = [known for known in parameters if not known.awaited and not (inside and known.step == step)]
         for known in written([known for known in due if known.count]) if due else ():
-            raise UsageError(f"{known.name} was written before its update: opt.synchronize() before writing")
+            raise UsageError(WRITTEN_EARLY.format(known.name))
         for known in due:
             known.awaited = True
 

@@ -232,6 +232,22 @@ def test_sums_and_verdicts(make: Callable[[], nn.Module], numbers: dict[str, Any
     same_bits(run, make, *({**common, **one} for one in ({"k": 1.0, **numbers}, *(offloaded or host))))
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_a_function_of_the_model_is_transformed(transform: Callable[..., Any]) -> None:
+    """Blocks come and leave while torch.func's tensors, which have no memory to copy, go through them."""
+
+    def run(model: nn.Module, opt: Any) -> list[Any]:
+        found = []
+        for step in range(3):
+            found.append(transform(lambda x: model(x).square().sum())(vectors(step)[:1]).tolist())
+            square_loss(model, step).backward()
+            opt.step()
+            opt.zero_grad()
+        return found
+
+    same_as_torch(run, k=0.0, offload_weights=1.0)
+
+
 def test_a_view_that_somebody_keeps_stays_valid() -> None:
     model, expected = perceptron(), perceptron()
     with adamw(model, **OFFLOADED[0]) as opt, adamw(expected, k=1.0) as other:

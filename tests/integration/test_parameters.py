@@ -794,6 +794,26 @@ def test_copies_of_one_that_has_no_session() -> None:
     first.close()
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_lazy_modules_have_their_shapes_after_the_first_forward() -> None:
+    def train(make: Callable[[Any], Any]) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(32))
+        opt = make(model.parameters())
+        for step in range(4):
+            square_loss(model, step).backward()
+            opt.step()
+            opt.zero_grad()
+        return model, opt
+
+    theirs, _ = train(lambda given: torch.optim.AdamW(given, LR, fused=True))
+    ours, opt = train(lambda given: hytrain.AdamW(given, LR, k=0.5))
+    opt.close()
+    assert differing(weights(ours), weights(theirs)) == []
+    with pytest.raises(UnsupportedError, match="lazy modules"):
+        hytrain.AdamW(nn.Sequential(nn.LazyLinear(8)))
+
+
 def test_what_a_model_cannot_be_is_told_in_the_first_forward() -> None:
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
     opt = hytrain.AdamW(model.parameters(), LR)

@@ -191,6 +191,9 @@ SLOPES = torch.ones(6, 1, 4)
     [
         pytest.param(6, SLOPES, 1, id="as many heads as rows"),
         pytest.param(5, SLOPES[:1], 2, id="one for all heads"),
+        pytest.param(6, torch.ones(6, 4, 4), 1, id="as many heads as rows, for each pair of tokens"),
+        pytest.param(6, torch.ones(12, 4, 4), 1, id="two heads for each row"),
+        pytest.param(6, torch.ones(12, 4), 2, id="a table"),
         pytest.param(6, torch.ones(6), 1, id="a vector"),
         pytest.param(6, torch.Size([6, 4]), 1, id="the batch's shape"),
         pytest.param(5, torch.Size([6, 4]), 2, id="another shape"),
@@ -218,6 +221,9 @@ def test_what_cannot_be_split_or_joined_is_refused() -> None:
         blocks[0](x, {"rows": torch.ones(1, 1), "shared": shared, "name": "it"})
     blocks[0].forward = lambda x: (x, float(x.sum()))  # type: ignore[method-assign]
     with pytest.raises(UsageError, match="Block returns something that is not split by the batch: float"):
+        blocks[0](x)
+    blocks[0].forward = lambda x: (x, torch.ones(3))  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match=r"not split by the batch: a tensor of shape \(3,\)"):
         blocks[0](x)
     blocks[0].forward = lambda x: x.add_(1)  # type: ignore[method-assign]
     with pytest.raises(UsageError, match="Block writes into what it is given"):

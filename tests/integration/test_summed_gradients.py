@@ -430,7 +430,123 @@ def test_buffers_that_are_written_when_their_update_has_begun_are_refused(k: flo
         flat = gives_buffers(model)
         square_loss(model, 0).backward()
         flat.mul_(0.5)
-        with pytest.raises(UsageError, match=r"a tensor that was set as p\.grad, was written between.*updates="):
+        with pytest.raises(UsageError, match="which others have, too, was written when its update had begun.*updates="):
+            opt.step()
+
+
+class Added(nn.Module):
+    """Autograd gives both parameters of the sum the same memory for their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+        self.line = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x + (self.first[None] + self.second[None]))
+
+
+def of_rows(model: nn.Module, step: int) -> Tensor:
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(step))
+    return (model(x) - x.sin()).square().mean()
+
+
+IN_STEP: dict[str, Any] = {"k": 0.5, "updates": "step"}
+
+
+@pytest.mark.parametrize("options", [*PLACES, IN_STEP, {"k": 0.0, "visit": 1.0}], ids=str)
+@pytest.mark.parametrize("what", ["adds", "clips", "adds noise", "sets to zero"])
+def test_gradients_that_share_their_memory(what: str, options: dict[str, Any]) -> None:
+    """Whoever writes one of them in place, as a second backward does, writes both."""
+
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(STEPS):
+            of_rows(model, step).backward()
+            if what == "adds":
+                of_rows(model, step + 100).backward()
+            for index, gradient in enumerate(gradients(model) if what == "adds noise" else ()):
+                gradient.add_(0.1 * index)
+            if what == "clips":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            opt.step()
+            if what == "sets to zero":
+                torch._foreach_zero_(gradients(model))
+            else:
+                opt.zero_grad()
+
+    same_as_torch(run, Added, **options)
+
+
+class Positions(nn.Module):
+    """The gradient of `positions` is what goes on to `line`, too, in the middle of a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.line, self.positions, self.last = nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.line(x[None]) + self.positions[None]).tanh())
+
+
+@pytest.mark.parametrize("make", [Added, Positions])
+def test_updates_begin_in_backward_although_gradients_share_their_memory(make: Callable[[], nn.Module]) -> None:
+    def run(model: nn.Module, opt: Any) -> None:
+        for step in range(STEPS):
+            of_rows(model, step).backward()
+            opt.step()
+            opt.zero_grad()
+        if isinstance(opt, hytrain.AdamW):
+            assert not opt._accumulation.timing.in_step
+
+    same_as_torch(run, make, k=0.5)
+
+
+def test_what_autograd_alone_had_in_use_becomes_sums_of_their_own() -> None:
+    model = Positions()
+    with adamw(model, updates="step", k=0.5) as opt:
+        for step in range(2):
+            of_rows(model, step).backward()
+            assert all(summed(gradient) is not None for gradient in gradients(model))
+            opt.step()
+            opt.zero_grad()
+
+
+VIEWS = {"view": lambda g: g.view(-1), "detach": Tensor.detach, "data": lambda g: g.data, "numpy": Tensor.numpy}
+
+
+@pytest.mark.parametrize("how", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 1.0}, IN_STEP], ids=str)
+def test_a_hook_keeps_views_that_the_loop_writes(how: Callable[[Tensor], Any], options: dict[str, Any]) -> None:
+    def make() -> nn.Module:
+        model: Any = perceptron()
+        model.views = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: model.views.append(how(p.grad)))
+        return model
+
+    def run(model: Any, opt: Any) -> None:
+        for step in range(STEPS):
+            model.views.clear()
+            square_loss(model, step).backward()
+            for view in model.views:
+                view *= 0.1
+            opt.step()
+            opt.zero_grad()
+
+    same_as_torch(run, make, **options)
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_a_view_that_is_written_when_its_update_has_begun_is_refused(k: float) -> None:
+    model, views = perceptron(), list[Tensor]()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: views.append(p.grad.view(-1)))
+    with adamw(model, updates="backward", k=k) as opt:
+        square_loss(model, 0).backward()
+        torch._foreach_mul_(views, 0.5)
+        with pytest.raises(UsageError, match="which others have, too, was written when its update had begun.*updates="):
             opt.step()
 
 
