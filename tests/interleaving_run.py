@@ -65,6 +65,7 @@ from hytrain.run.trace import NO_STEP, TraceWriter
 from hytrain.step import boundary, device, engine, handover, offload
 from hytrain.step.accumulation import Accumulation
 from hytrain.step.timing import Timing
+from hytrain.tensors import form_of, in_form
 from protocol import messages as m
 from protocol.address import Address
 from protocol.handles import layout
@@ -277,14 +278,14 @@ class Run:
     def gradient(self, known: TrainedParameter, read: Callable[[], None] | None) -> None:
         """Backward reaches a parameter: its gradient is made when the device comes to it."""
         step, expected = self.engine.steps, self.world.by_address[known.address]
-        known.parameter.grad = torch.full_like(known.parameter, NEVER)
-        made = known.parameter.grad.detach()  # its memory: the gradient itself is autograd's alone
+        made = torch.full_like(known.parameter, NEVER).numpy()  # its memory: its storage is autograd's alone
+        known.parameter.grad = in_form(torch.from_numpy(made), form_of(known.parameter))
         self.world.kept.append(made)
 
         def backward() -> None:
             if read is not None:
                 read()
-            made.numpy()[:] = written_in(step)
+            made[:] = written_in(step)
 
         self.streams.compute.run(backward)
         expected.before[step], expected.due = expected.due, written_in(step)

@@ -173,9 +173,9 @@ class GpuMemory:
             self._needed = 0
 
     def forget(self) -> None:
-        """The same, where torch's peak has begun anew already."""
+        """The same, where torch's peak has begun anew already. What others leave of the memory is asked for, too."""
         with self.lock:
-            self._needed = 0
+            self._needed = self._asked = 0
 
     def for_state_bytes(self) -> int | None:
         """The first plan's bound, before a step was measured: what is free, less a margin.

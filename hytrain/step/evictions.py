@@ -46,6 +46,7 @@ class Evictions:
         self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
         self._health, self._meter, self._visits = common.health, common.meter, common.visits
         self._growth, self._telling = Growth(), threading.Lock()
+        self._has_lacked = False  # torch's allocator, since this last looked
         self._device, self._handover, self._plans, self._memory = device, handover, plans, memory
 
     def evict(self, nbytes: int, why: str) -> int:
@@ -71,12 +72,15 @@ class Evictions:
         if not torch.is_grad_enabled() or in_backward() or self._health.life.state not in (State.IDLE, State.SUMMED):
             return
         size = sum(tensor.numel() for tensor in tensors_in(inputs))
-        needed = self._growth.foreseen(size)
+        needed, why = self._growth.foreseen(size), f"a batch of {size} elements, larger than any before"
+        if needed is None and self._has_lacked:  # more than was free in the last step, and is on offer in this one
+            needed, why = self._growth.most, "a batch as large as one that had no room"
         room = self._memory.room() if needed is not None else None
         if room is None or needed is None or graphs.is_captured(self._layers[0].weights[0]):
             return
+        self._has_lacked = False
         if (lacking := room.now + needed - room.usable) > 0:
-            self.evict(lacking, f"a batch of {size} elements, larger than any before")
+            self.evict(lacking, why)
 
     def end_step(self, room: Room | None) -> None:
         """`room`: what there is between two steps."""
@@ -142,9 +146,9 @@ class Evictions:
         return True
 
     def begin_anew(self) -> None:
-        """State has left, and torch's peak of memory has begun anew: the next peak is this step's."""
+        """State has left where torch lacked memory, and its peak has begun anew: the next peak is this step's."""
         self._memory.forget()
-        self._growth.peak = 0
+        self._growth.peak, self._has_lacked = 0, True
 
     def prepare_slots(self) -> bool:
         """Whether there is memory for visits, which is made here: an update in backward could not do without."""

@@ -47,5 +47,10 @@ class Growth:
         before, less = self._before
         return needed + max(0, needed - less) * (size - largest) // (largest - before)
 
+    @property
+    def most(self) -> int:
+        """What the largest batch so far has needed."""
+        return self._largest[1]
+
     def check(self) -> None:
         assert self._before is None or self._before[0] < self._largest[0], "a slope is between two sizes"

@@ -232,6 +232,8 @@ def wait_for_coordinator(opt: hytrain.AdamW) -> None:
 
 
 def _newest_step(opt: hytrain.AdamW) -> int | None:
+    if not _metrics(opt).exists():  # it comes with the first record
+        return None
     with _metrics(opt).open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
         *lines, _ = file.read().split(b"\n")

@@ -203,7 +203,7 @@ class Memory:
     def begin_anew(self) -> None:
         self.needed = 0
 
-    begin_session = begin_anew
+    begin_session = forget = begin_anew
 
     def computes(self, elements: int) -> None:
         """A step has its peak."""
@@ -234,6 +234,32 @@ def test_a_batch_larger_than_any_before_gets_room_before_its_forward(length: int
         for reason in told:
             assert f"for a batch of {2 * 4 * length} elements, larger than any before" in reason
     assert differing(*found) == []
+
+
+def test_the_step_after_one_without_room_gets_room_before_its_forward() -> None:
+    """Another program has taken memory, and what was on offer to torch's allocator has left: the rest follows."""
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        memory = Memory(opt, 1 << 40)
+        opt._engine.evictions._memory = memory  # type: ignore[assignment]
+
+        def step(number: int) -> int:
+            batch = tokens(number)
+            loss = model(input_ids=batch, labels=batch).loss
+            memory.computes(batch.numel())
+            loss.backward()
+            opt.step()
+            opt.zero_grad()
+            opt._engine.evictions.end_step(memory.room())
+            return len(opt.statistics().visiting_layers)
+
+        assert [step(0), step(1)] == [0, 0]
+        free, memory._usable = memory.needed - memory.now, memory.needed - 1
+        opt._engine.evictions.begin_anew()  # as when state has left in the middle of the last step
+        assert step(2) == 1 and memory.now + free <= memory._usable
+        assert step(3) == 1
+    [reason] = [line["reason"] for line in records(opt, 4) if "evict_s" in line]
+    assert "for a batch as large as one that had no room" in reason
 
 
 def test_evaluation_and_batches_that_are_no_larger_evict_nothing() -> None:
