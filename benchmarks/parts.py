@@ -572,9 +572,9 @@ def in_parts(template: Job) -> list[Job]:
     """Offloaded weights below 12 GiB, fetched for each of eight sequences or once for all of them."""
     base = replace(_shaped(template, "7b"), cap_gib=template.cap_gib or 12)
     options = ROAMING.partition(":")[2]
-    each = job(base, f"hytrain-accumulating:{options}", Segment(batch=8, label=ONE_BY_ONE, settle=16, measure=6))
-    whole = job(replace(base, blocks=IN_PARTS), ROAMING, Segment(batch=8, label=IN_PARTS, settle=32, measure=10))
-    return [replace(one, start_s=one.start_s + 35, step_s=2 * one.step_s) for one in (each, whole)]
+    each = job(base, f"hytrain-accumulating:{options}", Segment(batch=8, label=ONE_BY_ONE, settle=8, measure=4))
+    whole = job(replace(base, blocks=IN_PARTS), ROAMING, Segment(batch=8, label=IN_PARTS, settle=20, measure=8))
+    return [replace(one, start_s=90, step_s=step_s) for one, step_s in ((each, 10.0), (whole, 6.0))]
 
 
 def long(template: Job) -> list[Job]:

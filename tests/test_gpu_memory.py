@@ -122,7 +122,7 @@ def test_a_longer_batch_gets_its_room_before_its_forward(tmp_path: Path) -> None
                 step(model, opt, 10 + number, length=32)
             if is_capped:
                 total = torch.cuda.get_device_properties(0).total_memory
-                torch.cuda.set_per_process_memory_fraction(1.1 * torch.cuda.max_memory_reserved() / total)
+                torch.cuda.set_per_process_memory_fraction((torch.cuda.max_memory_reserved() + (2 << 20)) / total)
                 opt._session.memory.limit_to(None)
             for number, length in enumerate((256, 64, 256)):
                 step(model, opt, 20 + number, length)
