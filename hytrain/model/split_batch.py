@@ -39,11 +39,12 @@ def split_batch(model: nn.Module, parts: int, *, checkpoint: bool = False) -> No
     """Let each repeated block of the model compute its batch in `parts` parts, one after another. 1: all at once.
 
     The batch is dimension 0 of the first tensor that a block is given, (batch, tokens, …). Its rows must not depend on
-    each other, as for `nn.DataParallel`. Other tensors of as many rows are split with it if they have its tokens in
-    dimension 1, or four dimensions, as masks do. Where something else is as large as the batch, nobody knows whether it
-    has rows of it, and the block computes all at once: a bias of shape (heads, tokens, tokens) with as many heads, or a
-    tensor with several rows for each of the batch. So it does in evaluation mode. A batch that `parts` does not divide
-    has a smaller last part. Whatever watches calls of a block, a hook for example, sees each part.
+    each other, as for `nn.DataParallel`. Other tensors of as many rows are split with it if they have its shape, or
+    whole numbers for its tokens in dimension 1, or four dimensions, as masks do. Where something else is as large as
+    the batch, nobody knows whether it has rows of it, and the block computes all at once: a bias of shape (heads,
+    tokens, tokens) with as many heads, or a tensor with several rows for each of the batch. So it does in evaluation
+    mode. A batch that `parts` does not divide has a smaller last part. A block that returns a vector is refused.
+    Whatever watches calls of a block, a hook for example, sees each part.
 
     With `checkpoint`, blocks keep only the inputs of their parts for backward, which computes the rest again, as
     `torch.utils.checkpoint` does. A model's own checkpoints of whole blocks compute all parts again at once: leave them
@@ -124,7 +125,10 @@ def _has_rows(each: Any, batch: Tensor) -> bool:
     """Whether the tensor has rows of the batch."""
     if each is batch:
         return True
-    return _has(each, len(batch)) and (each.dim() == 4 or each.shape[1:2] == batch.shape[1:2] != ())
+    if not _has(each, len(batch)):
+        return False
+    is_counted = not each.is_floating_point() and each.shape[1:2] == batch.shape[1:2] != ()
+    return each.dim() == 4 or each.shape == batch.shape or is_counted
 
 
 def _is_told(each: Any, batch: Tensor) -> bool:
@@ -134,7 +138,7 @@ def _is_told(each: Any, batch: Tensor) -> bool:
         if each is batch or each.dim() == 0 or len(each) % size:
             return True
         if len(each) > size:
-            return each.dim() < 3  # or it may have some for each head and row
+            return each.dim() < 3 and each.shape[:1] == batch.shape[1:2]  # a table of tokens; or it has some for each
         is_square = each.dim() == 3 and each.shape[1] == each.shape[2]  # for each head, perhaps
         return _has_rows(each, batch) and not is_square and size not in batch.shape[1:]
     return size not in each if isinstance(each, torch.Size) else isinstance(each, bool | Enum) or each != size

@@ -557,7 +557,7 @@ class OffloadedBlock:
     @property
     def memory(self) -> list[Tensor]:
         """Tensors that have all of its parameters' storages."""
-        return [known.memory for known in self.parameters]
+        return [known.memory if self.is_gathered else known.own for known in self.parameters]
 
     @property
     def state_rests_on_host(self) -> bool:

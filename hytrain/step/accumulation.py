@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from hytrain.readable import gib
 from hytrain.step.autograd import in_backward
 from hytrain.step.sums import DeviceSums, HostSums, PlaneSums, Sums
 from hytrain.step.timing import NORMS, Timing
-from hytrain.tensors import distributed, flat, laid_out, local, shaped, version
+from hytrain.tensors import address, distributed, flat, laid_out, local, shaped, version
 
 _log = logging.getLogger(__name__)
 
@@ -171,6 +171,21 @@ def _multiply(scaled: Iterable[_Sum]) -> None:
                 total.put(total.take())
 
 
+class _Left(NamedTuple):
+    """A gradient that is left in `p.grad`, as in torch, when its backward has ended: where it is, and its version.
+
+    And its `values` while it is learned what the loop does, since others can write them without a version.
+    """
+
+    address: int
+    version: int
+    values: Tensor | None
+
+    @classmethod
+    def of(cls, gradient: Tensor, values: Tensor | None = None) -> _Left:
+        return cls(address(gradient), version(gradient), values)
+
+
 class Accumulation:
     """The gradient sums of one optimizer. A parameter's `p.grad` shows its sum, and drops it by becoming another."""
 
@@ -189,9 +204,7 @@ class Accumulation:
         self._choose, self._planes = choose, planes
         self._sums: Sums = DeviceSums()
         self._in_use = list[Sums]()  # those that have something
-        #: Whose gradients share their memory, and are left in `p.grad` as in torch: their versions, and while it is
-        #: learned what the loop does, their values, which others can write without a version.
-        self._shared = dict[TrainedParameter, tuple[int, Tensor | None]]()
+        self._shared = dict[TrainedParameter, _Left]()  # gradients that share their memory
         self._chosen: tuple[torch.dtype, bool] | None = None  # for which
 
     def begin_step(self, step: int, *, keeps: bool) -> None:
@@ -248,11 +261,13 @@ class Accumulation:
         if isinstance(total, _Sum):
             total.put_back()
             return
-        is_kept = parameter.kept() is not None
-        if is_kept or self.timing.may_be_last and parameter.shared() is not None:
+        is_kept, shared = parameter.kept() is not None, None
+        if not is_kept and (self.timing.may_be_last or _keeps_graph()):
+            shared = parameter.shared()
+        if is_kept or shared is not None:
             self._forget(parameter)
-            if not is_kept:
-                self._shared[parameter] = 0, None
+            if shared is not None:
+                self._shared[parameter] = _Left.of(shared)
             return
         gradient = parameter.gradient(parameter.parameter)
         parameter.parameter.grad = None  # autograd must neither add to it nor keep it
@@ -260,9 +275,11 @@ class Accumulation:
 
     def end_backward(self) -> None:
         """A backward has ended that only sums: what autograd alone had in use, nobody else has any more."""
-        for parameter in list(self._shared):
+        for parameter, before in list(self._shared.items()):
             if (gradient := parameter.shared()) is not None:
-                self._shared[parameter] = version(gradient), gradient.clone() if self.timing.learns else None
+                self._shared[parameter] = _Left.of(gradient, gradient.clone() if self.timing.learns else None)
+                if version(gradient) != before.version:
+                    self.timing.saw("sets gradients")
                 continue
             del self._shared[parameter]
             if parameter.parameter.grad is not None:
@@ -271,9 +288,9 @@ class Accumulation:
     def is_as_backward_left_it(self, parameter: TrainedParameter) -> bool:
         """Whether `p.grad` has a gradient that shares its memory, and has been written by none since."""
         gradient, seen = parameter.parameter.grad, self._shared.get(parameter)
-        if gradient is None or seen is None or version(gradient) != seen[0]:
+        if gradient is None or seen is None or (address(gradient), version(gradient)) != seen[:2]:
             return False
-        return seen[1] is None or torch.equal(gradient, seen[1])
+        return seen.values is None or torch.equal(gradient, seen.values)
 
     def add_from_elsewhere(self, parameter: TrainedParameter, gradient: Tensor) -> None:
         """Add a gradient, in the shape of what this rank has, that no backward of this process has made."""
@@ -395,7 +412,8 @@ class Accumulation:
 
     def note_dropped(self) -> None:
         """No more backwards come in this step: has the loop dropped or replaced gradients?"""
-        if any(self._sum_of(parameter) is None for parameter in self._waiting()):
+        waiting, left = self._waiting(), self._shared
+        if any(self._sum_of(known) is None for known in waiting) or any(known.parameter.grad is None for known in left):
             self.timing.saw("drops gradients")
 
     def drop(self) -> None:
@@ -420,32 +438,6 @@ class Accumulation:
                 self._forget(parameter)
         for sums in self._all:
             sums.close()
-
-
-class KeptGradients:
-    """A step's gradients in tensors that the loop keeps: it has set them as `p.grad`, and may read and write them.
-
-    HyTrain takes a copy, and consumes that long before `step()`. So what the loop writes after backward would be lost.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[TrainedParameter, Tensor, int]] = []  # with their versions when they were copied
-
-    def copy_of(self, parameter: TrainedParameter) -> Tensor | None:
-        """A copy of the parameter's gradient, shape (numel,), if others have the tensor or its memory; else None."""
-        kept = parameter.kept()
-        if kept is None and (kept := parameter.shared()) is None:
-            return None
-        self._kept.append((parameter, kept, version(kept)))
-        return parameter.gradient(parameter.parameter).clone()
-
-    def written_since(self) -> TrainedParameter | None:
-        """A parameter whose gradient was written after it was copied. Forgets them all."""
-        kept, self._kept = self._kept, []
-        return next((parameter for parameter, gradient, seen in kept if version(gradient) != seen), None)
-
-    def close(self) -> None:
-        self._kept.clear()
 
 
 def _keeps_graph() -> bool:

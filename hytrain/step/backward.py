@@ -208,6 +208,7 @@ class Backward:
                 self._commit.end_sum()
                 if self._accumulation.timing.may_be_last:
                     self._measure(self._layers, whole=False)
+        self._kept.end_backward()
         self._offload.end_backward()
         life.on(Event.END)  # last, so that an exception above counts as one in backward
 

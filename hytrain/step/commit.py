@@ -143,7 +143,7 @@ class Commit:
             total = parameter.gradient(parameter.parameter)
             total = total.clone() if keep else total
         parameter.fill(total, step, stream)
-        if not keep or (keeps is None and not is_own):
+        if not keep or keeps is None:
             parameter.parameter.grad = parameter.consume()
         return is_on_host
 

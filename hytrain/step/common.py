@@ -9,9 +9,10 @@ from hytrain.memory.transfer import Transfers
 from hytrain.memory.visits import Visits
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.run.link import Link
-from hytrain.step.accumulation import Accumulation, KeptGradients
+from hytrain.step.accumulation import Accumulation
 from hytrain.step.activations import Activations
 from hytrain.step.health import Health
+from hytrain.step.kept import KeptGradients
 from hytrain.step.measure import Meter
 from hytrain.step.offload import Offload
 from hytrain.step.verdict import Verdicts

@@ -37,7 +37,7 @@ from hytrain.run.ownership import PlanBook
 from hytrain.run.ranks import Ranks
 from hytrain.run.trace import TraceWriter
 from hytrain.statistics import Statistics
-from hytrain.step.accumulation import Accumulation, KeptGradients, choose_sums, plane_sums
+from hytrain.step.accumulation import Accumulation, choose_sums, plane_sums
 from hytrain.step.activations import Activations
 from hytrain.step.autograd import in_backward
 from hytrain.step.backward import Backward
@@ -51,6 +51,7 @@ from hytrain.step.evictions import Evictions
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.handover import Handover
 from hytrain.step.health import Health
+from hytrain.step.kept import KeptGradients
 from hytrain.step.life import BETWEEN, IN_BACKWARD, Event, State
 from hytrain.step.masters import Masters
 from hytrain.step.measure import Meter

@@ -405,8 +405,8 @@ def test_a_tensor_from_before_the_last_backward_is_consumed_with_it() -> None:
         assert before.norm() > 0.0
 
 
-@pytest.mark.parametrize("k", [0.0, 1.0])
-def test_buffers_of_the_loop_that_a_last_backward_fills(k: float) -> None:
+@pytest.mark.parametrize("options", [{"k": 0.0}, {"k": 1.0}, {"k": 0.5, "updates": "backward"}], ids=str)
+def test_buffers_of_the_loop_that_a_last_backward_fills(options: dict[str, Any]) -> None:
     """They can be read, and written after the step."""
 
     def run(model: nn.Module, opt: Any) -> list[float]:
@@ -420,7 +420,7 @@ def test_buffers_of_the_loop_that_a_last_backward_fills(k: float) -> None:
             opt.zero_grad()
         return norms
 
-    same_as_torch(run, k=k)
+    same_as_torch(run, **options)
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
@@ -456,13 +456,16 @@ IN_STEP: dict[str, Any] = {"k": 0.5, "updates": "step"}
 
 
 @pytest.mark.parametrize("options", [*PLACES, IN_STEP, {"k": 0.0, "visit": 1.0}], ids=str)
-@pytest.mark.parametrize("what", ["adds", "clips", "adds noise", "sets to zero"])
+@pytest.mark.parametrize("what", ["adds", "keeps the graph", "clips", "adds noise", "sets to zero"])
 def test_gradients_that_share_their_memory(what: str, options: dict[str, Any]) -> None:
     """Whoever writes one of them in place, as a second backward does, writes both."""
 
     def run(model: nn.Module, opt: Any) -> None:
         for step in range(STEPS):
-            of_rows(model, step).backward()
+            loss = of_rows(model, step)
+            loss.backward(retain_graph=what == "keeps the graph")
+            if what == "keeps the graph":
+                (0.5 * loss).backward()
             if what == "adds":
                 of_rows(model, step + 100).backward()
             for index, gradient in enumerate(gradients(model) if what == "adds noise" else ()):
@@ -511,6 +514,59 @@ def test_what_autograd_alone_had_in_use_becomes_sums_of_their_own() -> None:
             assert all(summed(gradient) is not None for gradient in gradients(model))
             opt.step()
             opt.zero_grad()
+
+
+def test_shared_gradients_are_consumed_with_the_others_where_hytrain_clips() -> None:
+    model = Added()
+    with adamw(model, max_grad_norm=0.05, updates="step", k=0.5) as opt:
+        of_rows(model, 0).backward()
+        opt.step()
+        for gradient in gradients(model):
+            with pytest.raises(UsageError, match="already consumed"):
+                gradient.norm()
+
+
+class Term(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self) -> Tensor:
+        return self.weight[None]
+
+
+class Terms(nn.Module):
+    """The same in layers of their own. A hook of each halves its gradient, and so the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.terms, self.line = nn.ModuleList(Term() for _ in range(2)), nn.Linear(8, 8)
+        for term in self.terms:
+            term.weight.register_post_accumulate_grad_hook(self.halve)
+
+    @staticmethod
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x + (self.terms[0]() + self.terms[1]()))
+
+
+@pytest.mark.parametrize("does", ["drops", "replaces", "writes_in_backward"])
+def test_what_the_loop_does_with_shared_gradients_is_learned(does: str) -> None:
+    def run(model: Any, opt: Any) -> None:
+        for step in range(STEPS):
+            of_rows(model, step).backward()
+            if does == "drops":
+                model.first.grad = None
+            if does == "replaces":
+                model.first.grad = model.first.grad * 1.0
+            opt.step()
+            opt.zero_grad()
+
+    same_as_torch(run, Terms if does == "writes_in_backward" else Added, k=0.5)
 
 
 VIEWS = {"view": lambda g: g.view(-1), "detach": Tensor.detach, "data": lambda g: g.data, "numpy": Tensor.numpy}
