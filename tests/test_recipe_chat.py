@@ -300,14 +300,18 @@ def test_packed_examples_have_the_gradients_of_single_ones(fields: dict[str, Any
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_rounding_that_differs_is_not_taken_for_examples_that_mix() -> None:
-    class Rounds(nn.Module):
-        """Rounds otherwise with other tokens in the batch, and a little in other rows."""
+class Around(nn.Module):
+    """A Llama inside of another model."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.of = new_model(LLAMA)
-            self.config = self.of.config
+    def __init__(self) -> None:
+        super().__init__()
+        self.of = new_model(LLAMA)
+        self.config = self.of.config
+
+
+def test_rounding_that_differs_is_not_taken_for_examples_that_mix() -> None:
+    class Rounds(Around):
+        """Rounds otherwise with other tokens in the batch, and a little in other rows."""
 
         def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
             output = self.of(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
@@ -319,13 +323,8 @@ def test_rounding_that_differs_is_not_taken_for_examples_that_mix() -> None:
 
 
 def test_models_in_which_packed_examples_would_mix_are_refused() -> None:
-    class Forgets(nn.Module):
+    class Forgets(Around):
         """Takes positions, and computes without them."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.of = new_model(LLAMA)
-            self.config = self.of.config
 
         def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool) -> Any:
             return self.of(input_ids=input_ids)

@@ -136,7 +136,8 @@ class Commit:
         total = self._accumulation.take(parameter, keep=keeps)
         is_own = total is None  # the loop's, which may write it from now on
         if is_own:
-            if step and not self._accumulation.is_as_backward_left_it(parameter):  # nor came before there was a session
+            # In step 0 it may have come before there was a session.
+            if step and not self._accumulation.is_as_backward_left_it(parameter):
                 self._accumulation.timing.saw("sets gradients")
             total = None if keep else self._kept.copy_of(parameter)
         if total is None:

@@ -58,7 +58,7 @@ class DeviceUpdates:
         self._meter, self._verdicts, self._overlap = common.meter, common.verdicts, common.overlap
         self._host, self._visits, self._offload, self.late = host, common.visits, common.offload, LateReads(common)
         self._shared = shared
-        self._alone = {layer.lid for layer in common.layers if layer.spec.stays_on_device}  # no launch has others, too
+        self._alone = {layer.lid for layer in common.layers if layer.spec.stays_on_device}  # each in its own launch
         self.positions: Sequence[int] = [layer.spec.position for layer in common.layers]
         self.groups: tuple[Hyper, ...] = ()
         self._held: list[_Due] = []  # until backward is over

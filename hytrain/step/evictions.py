@@ -73,7 +73,7 @@ class Evictions:
             return
         size = sum(tensor.numel() for tensor in tensors_in(inputs))
         needed, why = self._growth.foreseen(size), f"a batch of {size} elements, larger than any before"
-        if needed is None and self._has_lacked:  # more than was free in the last step, and is on offer in this one
+        if needed is None and self._has_lacked:  # what was on offer has left, and that may not suffice again
             needed, why = self._growth.most, "a batch as large as one that had no room"
         room = self._memory.room() if needed is not None else None
         if room is None or needed is None or graphs.is_captured(self._layers[0].weights[0]):

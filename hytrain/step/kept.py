@@ -9,9 +9,9 @@ from hytrain.tensors import version
 
 
 class KeptGradients:
-    """A step's gradients in tensors that the loop keeps: it has set them as `p.grad`, and may read and write them.
+    """A step's gradients in tensors that the loop has set as `p.grad`, or whose memory another tensor has.
 
-    HyTrain takes a copy, and consumes that long before `step()`. So what the loop writes after backward would be lost.
+    HyTrain takes a copy, and consumes that long before `step()`. So what others write after that would be lost.
     """
 
     def __init__(self) -> None:
