@@ -242,8 +242,9 @@ def _waiters(model: nn.Module, blocks: Collection[int]) -> dict[int, list[nn.Mod
     Without one, it is the module itself.
     """
     waiters: dict[int, list[nn.Module]] = {}
-
-    def walk(module: nn.Module, block: nn.Module | None) -> None:
+    below: list[tuple[nn.Module, nn.Module | None]] = [(model, None)]
+    while below:
+        module, block = below.pop()
         block = module if id(module) in blocks else block
         if block is None and isinstance(module, READ_CHILDREN):
             block = module
@@ -251,10 +252,7 @@ def _waiters(model: nn.Module, blocks: Collection[int]) -> dict[int, list[nn.Mod
         reader = module if block is None else block  # not `or`: a compiled module has no truth value
         if all(waiter is not reader for waiter in waiting):
             waiting.append(reader)
-            for child in module.children():
-                walk(child, block)
-
-    walk(model, None)
+            below.extend((child, block) for child in reversed(list(module.children())))
     return waiters
 
 

@@ -99,6 +99,26 @@ def test_an_error_that_was_caught_keeps_nothing() -> None:
     assert gone(references)
 
 
+@pytest.mark.parametrize("options", [{"k": 1.0}, {"k": 0.0}, {"k": 0.0, "offload_weights": 1.0}], ids=str)
+def test_a_closed_optimizer_is_part_of_no_cycle(options: dict[str, Any]) -> None:
+    """So a GPU has the memory of both when nobody refers to them, and not when Python next looks for cycles."""
+
+    def closed() -> list[weakref.ref[Any]]:
+        model = perceptron()
+        with hytrain.AdamW(model, lr=LR, **options) as opt:
+            train(model, opt, range(2), square_loss)
+            opt.state_dict()
+        return [weakref.ref(opt), weakref.ref(model), *map(weakref.ref, model.parameters())]
+
+    closed()  # what is imported meanwhile may fail inside, and such an error keeps all frames
+    gc.collect()
+    gc.disable()
+    try:
+        assert [reference() for reference in closed() if reference() is not None] == []
+    finally:
+        gc.enable()
+
+
 def test_their_processes_end(own_run: None) -> None:
     references, _, launcher = trained(part_of_itself)
     assert gone(references) and not psutil.pid_exists(launcher)
