@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import re
@@ -15,6 +16,7 @@ import pytest
 
 from hytrain.kernels import choice as backends
 from hytrain.kernels.native import SMALL_CALLS, NativeBackend
+from hytrain.memory import arena
 from hytrain.memory.arena import HUGE_PAGE_BYTES, Mapping
 
 MADV_COLLAPSE = 25
@@ -47,6 +49,45 @@ def test_touch_brings_huge_pages_and_nothing_beyond(lead: int) -> None:
             assert os.pread(descriptor, nbytes, start) == bytes(nbytes)
             found.append(huge_bytes(mapping) // HUGE_PAGE_BYTES)
     assert found[-1] == whole
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("lead", [0, mmap.PAGESIZE, HUGE_PAGE_BYTES - mmap.PAGESIZE])
+def test_a_mapping_gets_its_pages_and_keeps_what_it_has(
+    lead: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena, "_POPULATED_BYTES", 2 * HUGE_PAGE_BYTES)
+    whole = (3 - bool(lead)) * has_huge_pages()
+    found, ends_s = list[int](), time.monotonic() + DEADLINE_S
+    while whole not in found and time.monotonic() < ends_s:  # the kernel may be busy with a page
+        with memory_file(6 * HUGE_PAGE_BYTES) as (mapping, descriptor):
+            start, middle = HUGE_PAGE_BYTES + lead, 2 * HUGE_PAGE_BYTES + lead + mmap.PAGESIZE
+            stop = start + 3 * HUGE_PAGE_BYTES
+            mapping.buffer[middle : middle + 3] = b"abc"
+            mapping.populate((start, middle - start), (middle, stop - middle), threads=threads)
+            assert resident(mapping) == list(range(start // mmap.PAGESIZE, stop // mmap.PAGESIZE))
+            kept = os.pread(descriptor, mapping.nbytes, 0)
+            assert kept.find(b"abc") == middle and kept.count(b"\0") == len(kept) - 3
+            found.append(huge_bytes(mapping) // HUGE_PAGE_BYTES)
+    assert found[-1] == whole
+
+
+def test_where_there_are_no_huge_pages_a_mapping_gets_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    class Kernel:
+        def madvise(self, address: int, nbytes: int, advice: int) -> int:
+            asked.append(advice)
+            place = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
+            return -1 if advice == MADV_COLLAPSE else int(libc.madvise(*place, advice))
+
+    with memory_file(8 * HUGE_PAGE_BYTES) as (mapping, _), monkeypatch.context() as patch:
+        patch.setattr(arena, "_libc", Kernel())
+        patch.setattr(arena, "_POPULATED_BYTES", 2 * HUGE_PAGE_BYTES)
+        ctypes.set_errno(errno.ENOMEM)
+        mapping.populate((0, mapping.nbytes), threads=1)
+        assert len(resident(mapping)) == mapping.nbytes // mmap.PAGESIZE
+        assert asked.count(MADV_COLLAPSE) == 1, "a search takes long"
 
 
 def test_where_there_are_no_huge_pages_they_are_not_asked_for_each_time() -> None:

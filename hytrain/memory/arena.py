@@ -20,6 +20,7 @@ import mmap
 import os
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,11 +36,14 @@ from protocol.messages import PlanesReady, PlanesRefused
 _F_ADD_SEALS: Final = 1033
 _F_SEAL_SHRINK_AND_GROW: Final = 0x2 | 0x4
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
-_MADV_POPULATE_WRITE, _POPULATED_BYTES = 23, 32 << 20
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE, _POPULATED_BYTES = 23, 25, 32 << 20
 _MADV_DONTFORK: Final = 10
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
 HUGE_PAGE_BYTES: Final = 2 << 20
+#: New pages are made by so many threads. Measured on an H200 host, per GiB, with one thread and with eight: 0.22 and
+#: 0.04 s for huge pages, 0.62 and 0.26 s for small ones, which then take twice as long to pin and fifty times to free.
+POPULATING_THREADS: Final = 8
 MAX_ANNOUNCEMENT_BYTES: Final = 4096
 #: Other open files of a process: data, sockets, the GPU driver.
 _OTHER_DESCRIPTORS: Final = 512
@@ -76,21 +80,38 @@ class Mapping:
         if _libc.mmap(at, nbytes, access, mmap.MAP_SHARED | _MAP_FIXED, descriptor, offset) != at:
             raise OSError(ctypes.get_errno(), f"an arena of {nbytes} bytes cannot be mapped")
 
-    def populate(self, start: int, nbytes: int, *, threads: int = 1) -> None:
-        """Give these bytes their pages, before they are pinned: the driver launches nothing while it does so.
+    def populate(self, *ranges: tuple[int, int], threads: int = POPULATING_THREADS) -> None:
+        """Give each range, (start, nbytes), its pages: while the driver makes them to pin them, it launches nothing.
 
-        Where the kernel cannot (before Linux 5.14), they come when they are pinned or first used. `start` is the first
-        byte of a page.
+        Whole blocks in a range, or in several that adjoin, become huge pages where the kernel has some (from Linux 6.1
+        on). Where it cannot make pages (before 5.14), they come when they are pinned or first used. A range begins
+        where a page does. What is there already stays as it is.
         """
+        spans = list[tuple[int, int]]()
+        for start, nbytes in ranges:
+            first = spans.pop()[0] if spans and spans[-1][1] == start else start
+            spans.append((first, start + nbytes))
+        pieces = [
+            (max(at, first), min(at + _POPULATED_BYTES, stop))
+            for first, stop in spans
+            for at in range(first // _POPULATED_BYTES * _POPULATED_BYTES, stop, _POPULATED_BYTES)
+        ]
+        refused = threading.Event()
 
-        def populate(at: int) -> None:
-            piece = min(_POPULATED_BYTES, start + nbytes - at)
-            _libc.madvise(self.address + at, piece, _MADV_POPULATE_WRITE)
+        def populate(piece: tuple[int, int]) -> None:
+            first, stop = piece
+            blocks = range(-(-first // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, stop - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES)
+            if blocks and not refused.is_set():
+                for block in blocks:  # a block with no page at all cannot become a huge one
+                    _libc.madvise(self.address + block, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
+                at, nbytes = self.address + blocks[0], len(blocks) * HUGE_PAGE_BYTES
+                if _libc.madvise(at, nbytes, _MADV_COLLAPSE) != 0 and ctypes.get_errno() != errno.EAGAIN:
+                    refused.set()  # a search for huge pages that are not there takes long
+            _libc.madvise(self.address + first, stop - first, _MADV_POPULATE_WRITE)
 
-        pieces = range(start, start + nbytes, _POPULATED_BYTES)
-        if threads == 1 or len(pieces) == 1:
-            for at in pieces:
-                populate(at)
+        if threads == 1 or len(pieces) <= 1:
+            for piece in pieces:
+                populate(piece)
             return
         with ThreadPoolExecutor(threads) as pool:
             for _ in pool.map(populate, pieces):

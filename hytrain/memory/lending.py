@@ -134,7 +134,9 @@ class Loan(Mapping[str, Lent], AbstractContextManager["Loan"]):
             )
             kept = None
         try:
-            kept = kept or SharedMemory("lent", nbytes)
+            if kept is None:
+                kept = SharedMemory("lent", nbytes)
+                kept.mapping.populate((0, nbytes))
             for each, at in zip(arenas, starts, strict=True):
                 shape, source = (each.nbytes - each.start,), ReadOnlyMapping(self._descriptors[each], each.nbytes)
                 into = view(kept.mapping, at, torch.uint8, shape)
@@ -187,7 +189,9 @@ class Copies:
 
     def write(self, values: Mapping[int, Tensor]) -> None:
         """Copy these tensors into their places. Raises `CapacityError`."""
-        _require(sum(self._nbytes(index) for index in values.keys() - self.written), "for copies of weights")
+        new = [(self.offsets[index], self._nbytes(index)) for index in values if index not in self.written]
+        _require(sum(nbytes for _, nbytes in new), "for copies of weights")
+        self._shared.mapping.populate(*new)
         copies = list[Copy]()
         for index, tensor in values.items():
             into = self._views[index]

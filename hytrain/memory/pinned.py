@@ -6,13 +6,12 @@ PinnedStack   grows at its end and shrinks there, in slabs that stay pinned for 
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from hytrain.memory.arena import SharedMemory
 from hytrain.memory.transfer import PIECE_BYTES, Transfers
 
 #: A stack grows by so much: pinning takes time, and what is pinned is taken from others.
@@ -23,14 +22,17 @@ class Pinned:
     """`tensor` is uint8, shape (nbytes,)."""
 
     def __init__(self, nbytes: int, transfers: Transfers) -> None:
-        self._pages, self._transfers = mmap.mmap(-1, nbytes), transfers
-        self.tensor = torch.frombuffer(self._pages, dtype=torch.uint8)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
-        transfers.pin(self._address, nbytes)
+        """Raises `OSError` without host memory."""
+        shared = SharedMemory("pinned", nbytes)  # not private: a forked child would share it, and have it copied
+        self._mapping, self._transfers = shared.mapping, transfers
+        shared.close()
+        self._mapping.populate((0, nbytes))
+        self.tensor = torch.frombuffer(self._mapping.buffer, dtype=torch.uint8)
+        transfers.pin(self._mapping.address, nbytes)
 
     def close(self) -> None:
         """No copy may be under way."""
-        self._transfers.unpin(self._address, len(self._pages))
+        self._transfers.unpin(self._mapping.address, self._mapping.nbytes)
 
 
 class PinnedStack:

@@ -20,7 +20,7 @@ from hytrain.kernels.backend import Backend, Elements
 from hytrain.kernels.gpu import Rows, update_rows
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
-from hytrain.memory.arena import ArenaFile, Mapping, Memory, free_pages
+from hytrain.memory.arena import POPULATING_THREADS, ArenaFile, Mapping, Memory, free_pages
 from hytrain.memory.passes import as_read, passes
 from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
 from hytrain.tensors import count_write, holders, in_one_piece
@@ -28,8 +28,6 @@ from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, plane_dtype
 from protocol.messages import Segment
 from protocol.rules import MOMENTS
 
-#: Pages of state that is evicted are made by so many threads: one makes 3 GB of them in a second.
-POPULATING_THREADS: Final = 8
 #: float8 is codes, which only `kernels.float8` reads as numbers.
 DTYPES: Final = {
     "bfloat16": torch.bfloat16,
@@ -108,7 +106,7 @@ class ArenaPlanes:
         with self._pinning:
             if what not in self._pinned:
                 if what == "grads" or self._is_own:
-                    self._mapping.populate(start, nbytes, threads=POPULATING_THREADS if self._is_own else 1)
+                    self._mapping.populate((start, nbytes), threads=1 if gently else POPULATING_THREADS)
                 self._transfers.pin(self._mapping.address + start, nbytes, gently=gently)
                 self._pinned.add(what)
 

@@ -31,7 +31,7 @@ import hytrain.weights
 from hytrain.errors import CapacityError, UsageError
 from hytrain.memory import lending
 from hytrain.memory.arena import Memory, SharedMemory
-from hytrain.memory.lending import Copies, Lending, Lent, Loan, view
+from hytrain.memory.lending import Copies, Form, Lending, Lent, Loan, view
 from hytrain.memory.transfer import HostTransfers
 from hytrain.model.given import tensors_of
 from hytrain.run import lender
@@ -506,6 +506,22 @@ def test_copies_have_the_pages_that_they_had(monkeypatch: pytest.MonkeyPatch) ->
                     found.append(lent.copies)
                     assert bool(os.fstat(lent.copies.memory.descriptor).st_blocks) is is_copied
     assert found[0] is found[1] is not found[2] is found[3]
+
+
+def test_copies_have_their_pages_before_they_are_pinned() -> None:
+    """Many threads make them; the driver, which pins them, would make one after the other."""
+    rows, had = 1 << 16, list[int]()
+
+    class Driver(HostTransfers):
+        def pin(self, start: int, nbytes: int, *, gently: bool = False) -> None:
+            had.append(os.fstat(copies.memory.descriptor).st_blocks * 512)
+
+    copies = Copies([Form(torch.float32, torch.Size((rows, 16)))] * 12, Driver())
+    copies.write({index: torch.ones(rows, 16) for index in range(10)})
+    assert had == [40 * rows * 16] * 10
+    copies.write({10: torch.ones(rows, 16)})
+    assert had[10:] == [44 * rows * 16]
+    copies.close()
 
 
 def test_the_door_is_closed_with_the_optimizer() -> None:
