@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from hytrain.errors import CapacityError
@@ -76,11 +76,13 @@ class Arenas:
         if (arena := self._kept.pop(layer.lid, None)) is not None:
             arena.close()
 
-    def make_ready(self, layers: list[TrainedLayer]) -> None:
-        """Keep memory for the state of these layers, as far as planes may take it."""
+    def make_ready(self, layers: list[TrainedLayer], goes_on: Callable[[], bool]) -> None:
+        """Keep memory for the state of these layers, as far as planes may take it, until it has to stop."""
         for layer in layers:
             if layer.lid in self._kept:
                 continue
+            if not goes_on():
+                return
             try:
                 if self._needed(layer) > self._left():
                     raise CapacityError("the rest of host memory is for others")

@@ -131,10 +131,14 @@ class Handover:
                 self._run(partial(self._prepare, move))
 
     def make_ready(self, layers: list[TrainedLayer]) -> None:
-        """Make memory for their state to leave to, on a thread, unless that is at work."""
+        """Make memory for their state to leave to, on a thread, unless that is at work, or until it has other work."""
+
+        def goes_on() -> bool:
+            return self._thread is threading.current_thread() and not self.is_parked
+
         with self._lock:
             if not self.is_parked and (self._thread is None or not self._thread.is_alive()):
-                self._run(partial(self.arenas.make_ready, layers))
+                self._run(partial(self.arenas.make_ready, layers, goes_on))
 
     def park(self) -> None:
         """Prepare nothing more until `resume`. Returns once what was begun is done."""
@@ -408,9 +412,9 @@ class Handover:
             except Exception as error:
                 self._health.fail(ClusterError(f"a handover failed: {type(error).__name__}: {error}"))
 
-        thread = threading.Thread(target=run, name=THREAD_PREFIX + "handover", daemon=True)
-        thread.start()
-        self._thread, self._worked = thread, True
+        self._thread = threading.Thread(target=run, name=THREAD_PREFIX + "handover", daemon=True)
+        self._thread.start()
+        self._worked = True
 
 
 def _clear_up(

@@ -15,7 +15,7 @@ import test_muon_ranks
 import torch
 import torch.distributed as dist
 from budgets import UNBOUNDED, Budget, budgeted
-from helpers import LR, adamw, differing, opened, records, state, train, wait_for_coordinator, weights
+from helpers import DEADLINE_S, LR, adamw, differing, opened, records, state, train, wait_for_coordinator, weights
 from ranks import RankGroup
 from sharded_models import local, next_token_loss
 from small_models import gpt2, llama, perceptron, square_loss
@@ -418,6 +418,28 @@ def test_memory_is_made_ready_for_as_much_as_a_batch_takes(budget: Budget) -> No
         handover.wait()
         assert [layer for layer in layers if handover.arenas.kept(layer) is not None] == [last]
         reclaiming.end_step(Room(1 << 40, 1 << 39, 1000))
+        handover.wait()
+        assert all(handover.arenas.kept(layer) is not None for layer in layers)
+
+
+def test_a_plan_does_not_wait_until_memory_is_ready_for_all(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made, has_come = llama(), Arenas._made, threading.Event()
+    with adamw(model, k=1.0) as opt:
+        train(model, opt, range(2))
+        handover, layers = opt._engine._handover, opt._session.layers
+
+        def as_a_plan_comes(self: Arenas, layer: TrainedLayer, *, gently: bool) -> ArenaPlanes:
+            with handover._lock:
+                handover._run(has_come.set)
+            return made(self, layer, gently=gently)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Arenas, "_made", as_a_plan_comes)
+            handover.make_ready(layers)
+            assert has_come.wait(DEADLINE_S)
+        assert len([layer for layer in layers if handover.arenas.kept(layer) is not None]) == 1
+        handover.wait()
+        handover.make_ready(layers)
         handover.wait()
         assert all(handover.arenas.kept(layer) is not None for layer in layers)
 
