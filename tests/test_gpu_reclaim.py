@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 import torch
 from test_gpu import assert_same, deterministic, llama, state_of
-from test_gpu_memory import requested_bytes, step, uncapped
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from test_gpu_memory import Tower, begin_measuring, cap, fit, requested_bytes, step, uncapped
 
 import hytrain
 
@@ -40,12 +38,6 @@ def make_ready(opt: hytrain.AdamW) -> None:
 
 def evictions(opt: hytrain.AdamW) -> int:
     return opt._engine.reclaiming._count()
-
-
-def cap(nbytes: int) -> None:
-    """torch may take so many bytes of the GPU."""
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(nbytes / total)
 
 
 def press(opt: hytrain.AdamW, nbytes: int = 1 << 22) -> None:
@@ -99,29 +91,6 @@ def test_evictions_in_any_phase_leave_the_bits(
     assert_same(found)
 
 
-class Tower(nn.Module):
-    """192 MB of state in 24 layers, and a batch of 640 needs 92 MB more than one of 160, or half of that."""
-
-    def __init__(self, checkpointed: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.checkpointed = checkpointed
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1000, 1000), nn.Tanh()) for _ in range(24))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x
-
-
-def fit(model: nn.Module, opt: hytrain.AdamW, number: int, rows: int) -> None:
-    """A step."""
-    x = torch.randn(rows, 1000, generator=torch.Generator().manual_seed(number)).cuda()
-    (model(x) - x.sin()).square().mean().backward()
-    opt.step()
-    opt.zero_grad()
-
-
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["in forward", "in backward"])
 def test_a_batch_four_times_the_largest_so_far_goes_through(
     checkpointed: bool, expandable: None, tmp_path: Path
@@ -133,7 +102,7 @@ def test_a_batch_four_times_the_largest_so_far_goes_through(
         with hytrain.AdamW(model, k=1.0, run_dir=str(tmp_path / str(is_capped))) as opt:
             opt._engine.evictions.before_forward = lambda *inputs: None
             make_ready(opt)
-            torch.cuda.reset_peak_memory_stats()
+            begin_measuring()
             for number in range(4):
                 fit(model, opt, number, rows=160)
             before = evictions(opt)
