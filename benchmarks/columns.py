@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
-from benchmarks.rows import Rows
+from benchmarks.rows import Rows, ratio
 
 MISSING: Final = "–"
 NOTHING: Final = "Not measured yet."
@@ -49,6 +49,16 @@ def computed(head: str, value: Callable[[Rows], float | None], write: Callable[[
 def of(head: str, system: str, field: str, digits: int) -> Column:
     """The median of one of the systems that share a line."""
     return head, lambda mine: number(mine.where(system=system).median(field), digits)
+
+
+def relative(here: Rows, *same: str, field: str = "step_s", **base: Any) -> Callable[[Rows], float | None]:
+    """A line's median relative to its base's: the rows of `here` with these values, and the line's own of `same`."""
+
+    def value(mine: Rows) -> float | None:
+        alike = {name: mine.last(name) for name in same}
+        return ratio(mine.median(field), here.where(**alike, **base).median(field))
+
+    return value
 
 
 def step_s(mine: Rows) -> str:

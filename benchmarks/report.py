@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from benchmarks import columns as col
 from benchmarks import several
-from benchmarks.columns import MISSING, NOTHING, computed, last, markdown, median, number, of, share, table
+from benchmarks.columns import MISSING, NOTHING, computed, last, markdown, median, number, of, relative, share, table
 from benchmarks.goals import HEAD, Goal, Judge, NotMeasured, judged, known
 from benchmarks.idle import CAUSES
 from benchmarks.parts import (
@@ -362,10 +362,7 @@ def launches(rows: Rows) -> str:
     def seen(name: str, write: Callable[[float | None], str]) -> Callable[[Rows], str]:
         return lambda mine: write((mine.last("idle") or {}).get(name))
 
-    def to_eager(mine: Rows) -> float | None:
-        base = here.where(system="no-offload", label=EAGER, batch=mine.last("batch"))
-        return ratio(mine.median("step_s"), base.median("step_s"))
-
+    to_eager = relative(here, "batch", system="no-offload", label=EAGER)
     speed = (col.K, col.STEP, computed("relative to no offload, eager", to_eager))
     host = (median("the call returns after, s", "call_s", 4),)
     gpu = (
@@ -381,35 +378,24 @@ def launches(rows: Rows) -> str:
 def compiled(rows: Rows) -> str:
     """Steps so short that launches are what takes time, eager and compiled, beside torch's own AdamW."""
     here = rows.of_part("compiled")
-
-    def to_torch(mine: Rows) -> float | None:
-        base = here.where(system="torch-bf16", label=mine.last("label"), batch=mine.last("batch"))
-        return ratio(mine.median("step_s"), base.median("step_s"))
-
     lines = sorted(here.by("label", "batch", "system"), key=lambda mine: (mine.last("label"), mine.last("batch")))
-    relative = computed("relative to torch-bf16", to_torch)
-    return table(lines, col.BATCH, col.SYSTEM, last("model", "label"), col.K, col.STEP, relative, col.MEMORY[0])
+    to_torch = computed("relative to torch-bf16", relative(here, "label", "batch", system="torch-bf16"))
+    return table(lines, col.BATCH, col.SYSTEM, last("model", "label"), col.K, col.STEP, to_torch, col.MEMORY[0])
 
 
 def clipping(rows: Rows) -> str:
     here = rows.of_part("clipping")
-    base = here.named(f"{AUTO} {NO_CLIPPING}").median("step_s")
-    to_base = computed("relative to no clipping", lambda mine: ratio(mine.median("step_s"), base))
+    to_base = computed("relative to no clipping", relative(here, system=AUTO, label=NO_CLIPPING, batch=8))
     return table(here.by("label", "system"), col.SYSTEM, last("the global norm is", "label"), *col.PLAN, to_base)
 
 
 def updates(rows: Rows) -> str:
     """When updates begin, relative to no offload at the same batch size on the same host."""
     here = rows.where(part="updates")
-
-    def relative(name: str) -> Callable[[Rows], str]:
-        def to_base(mine: Rows) -> str:
-            base = here.where(system="no-offload", batch=mine.last("batch"), host=mine.last("host"))
-            return number(ratio(mine.median(name), base.median(name)), 3)
-
-        return to_base
-
-    to_base = (("of no offload's time", relative("step_s")), ("of its memory", relative("gpu_peak_gb")))
+    to_base = [
+        computed(head, relative(here, "batch", "host", field=field, system="no-offload"))
+        for head, field in (("of no offload's time", "step_s"), ("of its memory", "gpu_peak_gb"))
+    ]
     return table(
         here.by("host", "commit", "batch", "label", "system"),
         last("host", "host"),
@@ -425,8 +411,7 @@ def updates(rows: Rows) -> str:
 def sft(rows: Rows) -> str:
     """Fine-tuning under the Trainer: torch's AdamW and HyTrain's."""
     here = rows.of_part("sft")
-    base = here.where(system=SFT[0]).median("step_s")
-    to_base = computed(f"relative to {SFT[0]}", lambda mine: ratio(mine.median("step_s"), base))
+    to_base = computed(f"relative to {SFT[0]}", relative(here, system=SFT[0]))
 
     def rate(mine: Rows) -> str:
         tokens = mine.last("batch") * mine.last("sequence")
@@ -487,8 +472,7 @@ def power(rows: Rows) -> str:
 def monitors(rows: Rows) -> str:
     """Steps with monitors attached and without."""
     here = rows.of_part("monitors")
-    base = here.where(label=UNWATCHED).median("step_s")
-    to_base = computed("relative to the first", lambda mine: ratio(mine.median("step_s"), base), lambda v: number(v, 4))
+    to_base = computed("relative to the first", relative(here, label=UNWATCHED), lambda value: number(value, 4))
 
     def read(mine: Rows) -> str:
         found = mine.last("monitors_read")
@@ -540,13 +524,11 @@ def largest(rows: Rows) -> str:
 def growing(rows: Rows) -> str:
     """Batches that grow, and memory that others take: HyTrain alone, on each host that has measured it."""
     here = rows.where(part=("growing", "giving_way"))
+    to_longest_first = relative(here, "host", "commit", "shape", "system", field="mean_s", label=FIRST)
 
-    def to_first(mine: Rows) -> float | None:
-        """What is lost by not beginning with the longest batch."""
-        if mine.last("label") != RANDOM:
-            return None
-        alike = here.where(**{name: mine.last(name) for name in ("host", "commit", "shape", "system")})
-        return ratio(mine.median("mean_s"), alike.where(label=FIRST).median("mean_s"))
+    def lost(mine: Rows) -> float | None:
+        """By not beginning with the longest batch."""
+        return to_longest_first(mine) if mine.last("label") == RANDOM else None
 
     return table(
         here.by("host", "commit", "shape", "system", "label"),
@@ -556,7 +538,7 @@ def growing(rows: Rows) -> str:
         last("what", "label"),
         ("steps", lambda mine: str(len(mine.last("steps_s") or ()))),
         ("mean s/step", lambda mine: f"failed: {mine.error()}" if mine.error() else number(mine.median("mean_s"), 4)),
-        computed("relative to the longest first", to_first),
+        computed("relative to the longest first", lost),
         median("the batch takes s more", "extra_s", 2),
         last("as fast again after steps", "back_steps"),
         median("evicted GB", "evicted_gb", 1),

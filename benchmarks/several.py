@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final
 
 from benchmarks import columns as col
-from benchmarks.columns import MISSING, computed, last, markdown, median, number, share, table
+from benchmarks.columns import MISSING, computed, last, markdown, median, number, relative, share, table
 from benchmarks.goals import HEAD, Goal, Judge, judged, known
 from benchmarks.parts import ALWAYS_CLIPPED, AUTO, CLIP, LIMITS, MUON, NEVER_CLIPPED, RESIDENT, RESIDENT_MUON
 from benchmarks.rows import Rows, ratio
@@ -130,18 +131,11 @@ def against(here: Rows, base: str) -> str:
     """
     same = ("host", "commit", "shape", "sequence", "ranks", "label")
 
-    def relative(field: str) -> Callable[[Rows], float | None]:
-        def value(mine: Rows) -> float | None:
-            alike = {name: mine.last(name) for name in same}
-            alike["clip"] = CLIPS if mine.last("clip") else 0.0
-            return ratio(mine.median(field), here.where(system=base, **alike).median(field))
+    def to_base(mine: Rows, field: str) -> float | None:
+        clip = CLIPS if mine.last("clip") else 0.0
+        return relative(here, *same, field=field, system=base, clip=clip)(mine)
 
-        return value
-
-    time = computed(f"relative to {base}", relative("step_s"))
-    memory = computed(f"GPU memory relative to {base}", relative("gpu_peak_gb"), share)
-    both = tuple(map(relative, ("step_s", "gpu_peak_gb")))
-    gained = computed("speed over GPU memory, relative", lambda mine: _inverse(*(each(mine) for each in both)))
+    time, memory = (partial(to_base, field=field) for field in ("step_s", "gpu_peak_gb"))
     lines = here.by(*same, "clip", "system")
     model = (last("model", "shape"), last("tokens", "sequence")) if len(here.by("shape", "sequence")) > 1 else ()
     facts = (GPUS, last("schedule", "label")) if here.last("label") else (GPUS, *CLIPPED)
@@ -153,10 +147,10 @@ def against(here: Rows, base: str) -> str:
         *facts,
         K,
         *SPEED,
-        time,
+        computed(f"relative to {base}", time),
         by_rank("GPU peak GB by rank", "gpu_peak_gb_by_rank", 1),
-        memory,
-        gained,
+        computed(f"GPU memory relative to {base}", memory, share),
+        computed("speed over GPU memory, relative", lambda mine: _inverse(time(mine), memory(mine))),
         ("host GB", col.host_gb),
     )
 
