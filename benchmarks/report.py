@@ -595,25 +595,22 @@ def machines(rows: Rows) -> str:
 
 # ---------------------------------------------------------------- the page
 
-_TABLES: Final = (
-    machines,
-    systems,
-    hosts,
-    sweep,
-    policies,
-    objectives,
-    batches,
-    threads,
-    prediction,
-    idle,
-    launches,
-    clipping,
-    updates,
-)
 TABLES: Final[dict[str, Callable[[Rows], str]]] = {
     make.__name__: make
     for make in (
-        *_TABLES,
+        machines,
+        systems,
+        hosts,
+        sweep,
+        policies,
+        objectives,
+        batches,
+        threads,
+        prediction,
+        idle,
+        launches,
+        clipping,
+        updates,
         compiled,
         identical,
         sft,

@@ -34,12 +34,7 @@ def at_most_gpus(rows: Rows, clip: float | tuple[float, ...] = 0.0) -> Rows:
 def vs_resident(clip: float, time_bar: float, memory_bar: float = float("inf")) -> Judge:
     """Step time and GPU memory, compared with FSDP2 with everything on the GPUs."""
 
-    def judge(rows: Rows) -> tuple[str, bool]:
-        here = at_most_gpus(rows, clip)
-        time, memory = (known(here.ratio(AUTO, RESIDENT, field=field)) for field in ("step_s", "gpu_peak_gb"))
-        return f"{time:.3f} at {share(memory)}, {_gpus(here)}", time <= time_bar and memory <= memory_bar
-
-    return judge
+    return lambda rows: _beside(at_most_gpus(rows, clip), AUTO, RESIDENT, time_bar, memory_bar)
 
 
 def faster_than(system: str, bar: float) -> Judge:
@@ -53,9 +48,12 @@ def faster_than(system: str, bar: float) -> Judge:
 
 def with_muon(rows: Rows) -> tuple[str, bool]:
     """As `vs_resident`, beside torch's Muon on FSDP2's shards."""
-    here = rows.of_part("ranks_muon")
-    time, memory = (known(here.ratio(MUON, RESIDENT_MUON, field=field)) for field in ("step_s", "gpu_peak_gb"))
-    return f"{time:.3f} at {share(memory)}, {_gpus(here)}", time <= 1.05
+    return _beside(rows.of_part("ranks_muon"), MUON, RESIDENT_MUON, 1.05)
+
+
+def _beside(here: Rows, ours: str, base: str, time_bar: float, memory_bar: float = float("inf")) -> tuple[str, bool]:
+    time, memory = (known(here.ratio(ours, base, field=field)) for field in ("step_s", "gpu_peak_gb"))
+    return f"{time:.3f} at {share(memory)}, {_gpus(here)}", time <= time_bar and memory <= memory_bar
 
 
 def scales(rows: Rows) -> tuple[str, bool]:
@@ -199,33 +197,18 @@ def gpt2(rows: Rows) -> str:
     )
 
 
-def pipeline(rows: Rows) -> str:
-    """On each host, what a pipeline takes beside the same pipeline without offload."""
-    return against(newest_first(rows.where(part="pipeline").by_host()), "no-offload")
-
-
-def muon(rows: Rows) -> str:
-    """On each host, Muon beside torch's on FSDP2's shards."""
-    return against(newest_first(rows.where(part="ranks_muon").by_host()), RESIDENT_MUON)
-
-
-def context(rows: Rows) -> str:
-    """On each host, a sequence that all ranks share."""
-    return against(newest_first(rows.where(part="context").by_host()), RESIDENT)
-
-
-def eight(rows: Rows) -> str:
-    """On each host, what is for eight GPUs, on as many as it has."""
-    return against(newest_first(rows.where(part=("eight", "large", "routed")).by_host()), RESIDENT)
+def on_each_host(base: str, *parts: str) -> Callable[[Rows], str]:
+    """Makes the table of these parts on each host, beside `base`."""
+    return lambda rows: against(newest_first(rows.where(part=parts).by_host()), base)
 
 
 MEASURED: Final = {
     "ranks-compared": ranks,
     "ranks-scaling": scaling,
     "ranks-gpt2": gpt2,
-    "ranks-pipeline": pipeline,
-    "ranks-muon": muon,
-    "ranks-context": context,
-    "ranks-eight": eight,
+    "ranks-pipeline": on_each_host("no-offload", "pipeline"),
+    "ranks-muon": on_each_host(RESIDENT_MUON, "ranks_muon"),
+    "ranks-context": on_each_host(RESIDENT, "context"),
+    "ranks-eight": on_each_host(RESIDENT, "eight", "large", "routed"),  # on as many GPUs as there are
 }
 TABLES: Final = {"ranks-goals": goals, **MEASURED}

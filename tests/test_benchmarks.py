@@ -305,7 +305,7 @@ def test_flops_are_those_of_recipes(shape: str) -> None:
 
 def test_speed_over_memory_is_that_of_the_same_gpus() -> None:
     """0.5 s in 19.5 GB, beside 0.6 s in 60 GB."""
-    head, _, *lines = several.pipeline(made_up("pipeline")).splitlines()
+    head, _, *lines = several.MEASURED["ranks-pipeline"](made_up("pipeline")).splitlines()
     column = [cell.strip() for cell in head.split("|")].index("speed over GPU memory, relative")
     found = {line.split("|")[1].strip(): line.split("|")[column].strip() for line in lines}
     assert found == {"no-offload": "1.000", "hytrain:auto": f"{0.6 / 0.5 * 60 / 19.5:.3f}"}
