@@ -175,11 +175,11 @@ class Client(AbstractContextManager["Client"]):
             ClusterTimeout: Its coordinator lives, but has not replied for 10 s.
         """
         status = self.status()
-        found = []
-        for lid, (name, numel) in enumerate(zip(status.layer_names, status.layer_numels, strict=True)):
-            placement = status.places[lid]
-            found.append(LayerPlace(lid, name, numel, placement.weights, placement.state, placement.updates))
-        return found
+        layers = zip(status.layer_names, status.layer_numels, status.places, strict=True)
+        return [
+            LayerPlace(lid, name, numel, placed.weights, placed.state, placed.updates)
+            for lid, (name, numel, placed) in enumerate(layers)
+        ]
 
     def log_tail(self, lines: int = 20) -> dict[str, list[str]]:
         """The last lines of each log of the run's processes on this machine, by the log's name.

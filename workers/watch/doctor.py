@@ -229,11 +229,9 @@ def _limit(kind: int, *, soft: bool) -> int | None:
 
 
 def _chosen(path: Path) -> str:
-    """The word in brackets."""
-    with suppress(OSError):
-        words = path.read_text().split()
-        return next((word.strip("[]") for word in words if word.startswith("[")), "")
-    return ""
+    """The word in brackets; empty without one."""
+    words = affinity.read_text(path).split()
+    return next((word.strip("[]") for word in words if word.startswith("[")), "")
 
 
 def _measure_cpu(cores: str, threads: int | None) -> dict[str, Any]:

@@ -192,7 +192,6 @@ def state_bytes(precision: Precision) -> int:
 def _table(shape: Shape, gpu_bytes: int, host_bytes: int, precision: Precision) -> m.LayerTable:
     """As a trainer would send it: blocks in pieces, which can be offloaded, between embedding and head."""
     layers: list[m.Layer] = []
-    blocks: list[tuple[int, ...]] = []
 
     def add(name: str, numel: int) -> tuple[int, ...]:
         pieces = math.ceil(numel / LAYER_NUMEL)
@@ -212,7 +211,7 @@ def _table(shape: Shape, gpu_bytes: int, host_bytes: int, precision: Precision) 
 
     if not shape.tied:
         add("embedding", shape.head_numel)
-    blocks += [add(f"{index}", shape.block_numel) for index in range(shape.blocks)]
+    blocks = [add(f"{index}", shape.block_numel) for index in range(shape.blocks)]
     add("head", shape.head_numel)
     return m.LayerTable(
         layers=tuple(layers),

@@ -47,11 +47,8 @@ class Plan:
     def changes(self, before: Plan | None) -> str:
         """What the plan has changed, in words."""
         if before is None:
-            own = [
-                f"k {self.k:.3f}",
-                *(text for text in (_layers(self, "visiting"), _layers(self, "offloaded")) if text),
-            ]
-            return f"the first plan: {', '.join(own)}"
+            own = (f"k {self.k:.3f}", _layers(self, "visiting"), _layers(self, "offloaded"))
+            return f"the first plan: {', '.join(filter(None, own))}"
         found = [f"k {before.k:.3f} → {self.k:.3f}"] if f"{before.k:.3f}" != f"{self.k:.3f}" else []
         for name in ("visiting", "offloaded"):
             if (was := getattr(before, name)) != getattr(self, name):
