@@ -92,9 +92,9 @@ class Batches:
         return self._sequences.batch(places)
 
     def _shuffled(self, number: int) -> int:
-        epoch, place = divmod(number, _apart(self._sequences))
+        epoch, place = divmod(number, self.rows)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, _generator(self._seed, epoch).permutation(_apart(self._sequences))
+            self._epoch, self._order = epoch, _generator(self._seed, epoch).permutation(self.rows)
         return int(self._order[place])
 
 
