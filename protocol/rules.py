@@ -10,7 +10,7 @@ makes, and never the optimizer process.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 #: Elements that the optimizer process updates at a time: then it looks whether another layer is more urgent.
 TILE_NUMEL: Final = 1 << 24
@@ -34,14 +34,11 @@ class Hyper:
 class AdamWHyper(Hyper):
     """Those of `torch.optim.AdamW`; of `torch.optim.Adam`, if the weight decay is not `decoupled` from the gradient."""
 
+    rule: ClassVar[str] = "adamw"
     beta1: float
     beta2: float
     eps: float
     decoupled: bool = True
-
-    @property
-    def rule(self) -> str:
-        return "adamw"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +58,16 @@ class SGDHyper(Hyper):
 class LionHyper(Hyper):
     """Those of Lion (Chen et al., 2023)."""
 
+    rule: ClassVar[str] = "lion"
     beta1: float
     beta2: float
-
-    @property
-    def rule(self) -> str:
-        return "lion"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonHyper(Hyper):
     """Those of `torch.optim.Muon`. `a`, `b` and `c` are its `ns_coefficients`, `adjust` is its `adjust_lr_fn`."""
 
+    rule: ClassVar[str] = "muon"
     momentum: float
     nesterov: bool
     a: float = 3.4445
@@ -81,10 +76,6 @@ class MuonHyper(Hyper):
     eps: float = 1e-7
     ns_steps: int = 5
     adjust: str = "original"
-
-    @property
-    def rule(self) -> str:
-        return "muon"
 
 
 #: The moments of each rule, in the order in which its kernels take them. The names are those of torch's state, and
