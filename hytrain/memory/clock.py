@@ -1,4 +1,4 @@
-"""Marks in the device's work, and the time between them. Nothing here waits for the device.
+"""Streams, marks in the device's work, and the time between them. Nothing here waits for the device.
 
 A mark is a CUDA timing event on a stream, or a reading of the host's clock on device "cpu". `transfer`
 leaves marks around copies, `step.measure` around layers. A later step reads them, once the device has passed them.
@@ -10,6 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
 import torch
@@ -33,6 +34,32 @@ def current_stream(device: torch.device) -> torch.cuda.Stream:
     if (known := _streams.get(which)) is None:
         known = _streams[which] = torch.cuda.current_stream(device)
     return known
+
+
+class OnStream:
+    """A context in which a stream is the current one. Each copy has one, and torch's own contexts take longer.
+
+    It comes back to the stream before. To set that makes its device the current one, which is the first GPU in a new
+    thread: so another device is left and entered again.
+    """
+
+    __slots__ = ("_away", "_before", "_device", "_stream")
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device, self._stream = device, stream
+        self._away: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        if torch.cuda.current_device() != self._device.index:
+            self._away = torch.cuda.device(self._device)
+            self._away.__enter__()
+        self._before = current_stream(self._device)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: Any) -> None:
+        torch.cuda.set_stream(self._before)
+        if self._away is not None:
+            self._away.__exit__(*error)
 
 
 class HostClock:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress, pairwise
@@ -23,7 +23,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from hytrain.memory.clock import CudaClock, HostClock, Span, Stream, current_stream
+from hytrain.memory.clock import CudaClock, HostClock, OnStream, Span, Stream, current_stream
 from hytrain.readable import gib
 from hytrain.tensors import address, addresses, allocate, count_write, free
 
@@ -174,9 +174,9 @@ class CudaTransfers:
 
     def __init__(self, device: torch.device) -> None:
         self.clock, self.traffic = CudaClock(device), Traffic()
-        self._device = device
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         #: The current stream. Autograd runs a gradient's hook on the stream that computed the gradient.
-        self.stream: Callable[[], Stream] = partial(current_stream, device)
+        self.stream: Callable[[], Stream] = partial(current_stream, self._device)
         self._default = torch.cuda.default_stream(device)
         self._out, self._state, self._visiting, self._window = (torch.cuda.Stream(device) for _ in range(4))
         self._saving, self._restoring = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -228,15 +228,10 @@ class CudaTransfers:
                 with torch.cuda.device(self._device):
                     torch.cuda.cudart().cudaHostUnregister(first)
 
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        """A context in which this stream is the current one.
-
-        torch goes back to the stream before and to its device, which is the first GPU in a new thread: it would make a
-        context there.
-        """
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            yield
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """A context in which this stream is the current one."""
+        assert stream is not None, "on a GPU there is one"
+        return OnStream(self._device, stream)
 
     def join(self, streams: Iterable[Stream], made: Iterable[torch.Tensor]) -> None:
         """Make the current stream wait for `streams`, and keep the tensors that they have `made` alive for it."""
@@ -382,8 +377,8 @@ class CudaTransfers:
         self.traffic.to_device(copies)
         with self.on(self._window):  # all such memory comes from this stream's pool, and goes back there
             allocate(*tensors)
-        self._stream_after(after)
-        return self._copy(self._window, copies)
+            self._stream_after(after)
+            return self._copy_on(self._window, copies)
 
     def free(self, tensors: Iterable[torch.Tensor], *, after: Iterable[Fence]) -> None:
         """Free their memory for `stream_in`, `after` those who use it.
@@ -402,14 +397,20 @@ class CudaTransfers:
     def _copy(self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()) -> Transfer:
         if not copies:  # torch refuses an empty list; each mark is recycled once, so these are two
             return Transfer(None, (self.clock.mark(), self.clock.mark()))
-        destinations, sources = zip(*_pieces(copies), strict=True)
         with self.on(stream):
-            began = self.clock.mark_on(stream)
-            # One call for all copies: each call releases the GIL, and then this thread may wait to get it back.
-            torch._foreach_copy_(list(destinations), list(sources), non_blocking=True)
-            ended = self.clock.mark_on(stream)
-            done = torch.cuda.Event(blocking=True)
-            done.record(stream)
+            return self._copy_on(stream, copies, keep)
+
+    def _copy_on(
+        self, stream: torch.cuda.Stream, copies: Sequence[Copy], keep: Sequence[torch.Tensor] = ()
+    ) -> Transfer:
+        """The same on the current stream, of at least one copy."""
+        destinations, sources = zip(*_pieces(copies), strict=True)
+        began = self.clock.mark_on(stream)
+        # One call for all copies: each call releases the GIL, and then this thread may wait to get it back.
+        torch._foreach_copy_(list(destinations), list(sources), non_blocking=True)
+        ended = self.clock.mark_on(stream)
+        done = torch.cuda.Event(blocking=True)
+        done.record(stream)
         return Transfer(done, (began, ended), keep)
 
     def land(self, transfer: Transfer, stream: Stream = None) -> None:

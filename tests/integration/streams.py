@@ -14,6 +14,9 @@ from examples.studies.cotraining import whole
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import CudaTransfers
 
+#: The model's GPU, which is not the first one.
+MODELS = 1
+
 
 class Event:
     """Work is done when it is asked for, so an event is passed when it is recorded."""
@@ -50,7 +53,7 @@ class Stream:
 
 class OverHostMemory(CudaTransfers):
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
+        super().__init__(torch.device("cuda", MODELS))
         self.clock = HostClock()
 
     def pin(self, address: int, nbytes: int, *, gently: bool = False) -> None:
@@ -76,9 +79,12 @@ class Current(threading.local):
         finally:
             self.device = before
 
-    def leave_and_come_back(self, stream: Stream) -> contextlib.AbstractContextManager[None]:
-        assert self.device is not None, "torch.cuda.stream comes back to the device that is current now"
-        return self.use(stream)
+    def set(self, stream: Stream) -> None:
+        assert self.device is not None, "torch.cuda.set_stream makes the stream's device the current one"
+        self.stream = stream
+
+    def index(self) -> int:
+        return 0 if self.device is None else MODELS
 
     @contextlib.contextmanager
     def use(self, stream: Stream | None) -> Iterator[None]:
@@ -98,11 +104,13 @@ def over_host_memory(monkeypatch: pytest.MonkeyPatch) -> Current:
         "current_stream": lambda device=None: current.stream,
         "default_stream": lambda device=None: current.streams[0],
         "device": current.on,
-        "stream": current.leave_and_come_back,
+        "set_stream": current.set,
+        "current_device": current.index,
         "synchronize": lambda device=None: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stub)
-    monkeypatch.setattr("hytrain.memory.transfer.current_stream", lambda device: current.stream)
+    for module in ("clock", "transfer"):
+        monkeypatch.setattr(f"hytrain.memory.{module}.current_stream", lambda device: current.stream)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr("hytrain.build.transfers_for", OverHostMemory)
     monkeypatch.setattr(whole, "transfers_for", OverHostMemory)
