@@ -26,6 +26,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include <omp.h>
 #include <sys/mman.h>
 
 #ifdef __SSE2__
@@ -562,7 +563,8 @@ unsigned hytrain_float_mode() { return float_mode(); }
 void hytrain_set_float_mode(unsigned mode) { set_float_mode(mode); }
 
 // Writes a zero to every page of a fresh mapping; the kernel places a page on the NUMA node of the thread that does so.
-// If `ask`, each thread asks for huge pages in its share until one is refused. Returns whether one was.
+// If `ask`, each thread asks for huge pages in its share, which has them up to the first that is refused. Returns
+// whether one was.
 int hytrain_touch(char *address, int64_t nbytes, int64_t page, int threads, int ask) {
     if (nbytes <= 0) return 0;
     int refusals = 0;
@@ -571,19 +573,15 @@ int hytrain_touch(char *address, int64_t nbytes, int64_t page, int threads, int 
     touch_pages(address, lead < nbytes ? lead : nbytes, page);
 #pragma omp parallel num_threads(threads) reduction(+ : refusals)
     {
-        bool asks = ask != 0;
-#pragma omp for schedule(static)
-        for (int64_t b = 0; b < blocks; ++b) {
-            char *block = address + lead + b * huge;
-            const int64_t left = nbytes - lead - b * huge;
-            *static_cast<volatile char *>(block) = 0;  // places the page
-            // EAGAIN is temporary: this block keeps small pages, and the next one is tried.
-            if (asks && left >= huge && madvise(block, huge, collapse) != 0 && errno != EAGAIN) {
-                asks = false;
-                ++refusals;
-            }
-            touch_pages(block, left < huge ? left : huge, page);
-        }
+        const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
+        char *const first = address + lead + blocks * thread / all * huge;
+        char *const last = address + lead + blocks * (thread + 1) / all * huge;
+        char *const end = last < address + nbytes ? last : address + nbytes;
+        const int64_t whole = (end - first) / huge * huge;
+        touch_pages(first, end - first, huge);  // places the pages, and a block with none cannot become a huge one
+        // One call for all: each waits until every CPU has emptied its lists of pages. EAGAIN is temporary.
+        if (ask != 0 && whole > 0 && madvise(first, whole, collapse) != 0 && errno != EAGAIN) ++refusals;
+        touch_pages(first, end - first, page);
     }
     *static_cast<volatile char *>(address + nbytes - 1) = 0;  // the range may begin in the middle of a page
     return refusals > 0;
