@@ -153,7 +153,8 @@ class Optimizer(StartedOptimizer):
         Raises:
             UsageError: Called between backward and `step()`.
         """
-        self._add_group(param_group)
+        with torch.inference_mode(False):  # layers have new memory, which updates write
+            self._add_group(param_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

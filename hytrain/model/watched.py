@@ -58,6 +58,17 @@ def _of_plain(name: str) -> Any:
     return method
 
 
+def _undispatched(name: str) -> Any:
+    """A method of a tensor for which torch does not call `__torch_function__`."""
+    plain = getattr(Tensor, name)
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        type(self).before_use(self)
+        return plain(self, *args, **options)
+
+    return method
+
+
 class Watched:
     """The base of the classes that watched parameters have. `before_use` is a `hooks.BeforeUse`."""
 
@@ -72,9 +83,10 @@ class Watched:
             if others_answer or func not in _HARMLESS:
                 found = list(_found_in((*args, *kwargs.values()) if kwargs else args))
                 if func not in _HARMLESS:
-                    for parameter in found:
-                        around.enter_context(type(parameter).before_use.around(parameter))
-                        type(parameter).before_use(parameter)
+                    for parameter in found:  # a forward on another thread may unwatch it any time
+                        before_use = getattr(type(parameter), "before_use", cls.before_use)
+                        around.enter_context(before_use.around(parameter))
+                        before_use(parameter)
                 if others_answer:
                     around.enter_context(_of_plain_classes(found))
                     around.enter_context(torch._C._EnableTorchFunction())
@@ -95,6 +107,8 @@ class Watched:
         if caller is nn.Parameter.__new__.__code__:  # nn.Parameter(p) insists on p's class
             detached.__class__ = type(self)  # type: ignore[assignment]
         return detached
+
+    as_subclass, set_ = map(_undispatched, ("as_subclass", "set_"))
 
     def _away(self, caller: CodeType) -> Tensor | None:
         """What `model.state_dict()` has of offloaded weights: it takes no GPU memory."""

@@ -116,8 +116,8 @@ def load_state_dict(
     )
     tell_of_conversion("the loaded state", found, has_masters, resting.precision)
     when_checked()
-    for group, other in zip(groups, theirs, strict=True):
-        group.update(hyper(other, algorithm.of(group)))
+    numbers = [hyper(other, algorithm.of(group)) for group, other in zip(groups, theirs, strict=True)]
+    groups[:] = [{**group, **given} for group, given in zip(groups, numbers, strict=True)]  # new ones, as in torch
     for known in into.parameters:
         entry = entries[id(known.parameter)]
         known.restore(count_of(entry))

@@ -195,9 +195,10 @@ def load(
         resting.clear()
         for name, entry in entries.items():
             resting.load(name, found[name], rules[id(found[name])], entry)
-    for group, other in zip(into.groups, index.param_groups, strict=True):
-        numbers = hyper(other, resting.algorithm.of(other))
-        group.update({key: tuple(value) if isinstance(value, list) else value for key, value in numbers.items()})
+    for place, other in enumerate(index.param_groups):
+        numbers = hyper(other, resting.algorithm.of(other)).items()
+        given = {key: tuple(value) if isinstance(value, list) else value for key, value in numbers}
+        into.groups[place] = {**into.groups[place], **given}
     for known in into.parameters:
         known.restore(index.step_of[clean(known.name)])
     if into.loss_scale is not None:

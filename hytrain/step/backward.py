@@ -170,7 +170,7 @@ class Backward:
         event = Event.BEGIN_LAST if last else Event.BEGIN
         health.require(event, name=parameter.name)
         if first:
-            self._boundary.finish_plan(life.step)
+            self._boundary.finish_plan()
         if last:
             self._commit.begin_step()
         life.on(event)

@@ -7,6 +7,7 @@ first gradient ─▶ the handovers finish ─▶ PlanApplied
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,6 +50,7 @@ class Boundary:
         self._placements, self._placed = list[Placement](), Places(())
         self._stepped_s = time.monotonic()
         self._handover_s = 0.0
+        self._moves = threading.RLock()  # any thread of the user's that waits for all updates finishes a handover
         self._is_compared = False
         self.loop_saves = False  # checkpoints, when it is asked to
         self.to_trace: int | None = None  # steps whose timeline somebody asks for, 0 to end it
@@ -202,18 +204,20 @@ class Boundary:
     def begin_plan(self, step: int) -> None:
         """Begin the handovers of a plan that is due. A plan that is not prepared yet is postponed (I3)."""
         began_s = time.monotonic()
-        if self._plans.due(step) is not None and self._handover.is_prepared:
-            with self._health.undivided("a handover of layers"):
-                self._handover.begin(step)
-            self._handover_s = time.monotonic() - began_s
+        with self._moves:
+            if self._plans.due(step) is not None and self._handover.is_prepared:
+                with self._health.undivided("a handover of layers"):
+                    self._handover.begin(step)
+                self._handover_s = time.monotonic() - began_s
 
     def park(self, step: int) -> None:
         """Nothing moves from now on. What is prepared for a plan moves first: nobody else gets its memory back."""
         self._handover.park()
-        if self._handover.is_prepared and not self._handover.is_begun:
-            with self._health.undivided("a handover of layers"):
-                self._handover.begin(step)
-        self.finish_plan(step)
+        with self._moves:
+            if self._handover.is_prepared and not self._handover.is_begun:
+                with self._health.undivided("a handover of layers"):
+                    self._handover.begin(step)
+            self.finish_plan()
         self._handover.wait()
 
     def resume(self) -> None:
@@ -222,17 +226,18 @@ class Boundary:
         if self._plans.holds and self._plans.plan is not None:
             self._handover.prepare(self._plans.plan)
 
-    def finish_plan(self, step: int) -> None:
-        """Finish the handovers that `begin_plan` began, before the first gradient of `step`."""
-        if not self._handover.is_begun:
-            return
-        began_s = time.monotonic()
-        self._accumulation.leave_planes(self._parameters)
-        with self._health.undivided("a handover of layers"):
-            plan, moved = self._handover.finish(step)
-            self._plans.settle()
-            self.statistics.moved += moved
-            self._applied(plan, step=step, moved=moved, handover_s=self._handover_s + time.monotonic() - began_s)
+    def finish_plan(self) -> None:
+        """Finish the handovers that `begin_plan` began, before the first gradient of this step."""
+        with self._moves:
+            if not self._handover.is_begun:
+                return
+            began_s, step = time.monotonic(), self._health.life.step
+            self._accumulation.leave_planes(self._parameters)
+            with self._health.undivided("a handover of layers"):
+                plan, moved = self._handover.finish(step)
+                self._plans.settle()
+                self.statistics.moved += moved
+                self._applied(plan, step=step, moved=moved, handover_s=self._handover_s + time.monotonic() - began_s)
 
     def _applied(self, plan: Plan, *, step: int, moved: int, handover_s: float) -> None:
         message = PlanApplied(plan_id=plan.plan_id, step=step, places=self._planned, moved=moved, handover_s=handover_s)

@@ -331,7 +331,7 @@ class Engine:
         if not self.verdicts.awaited:
             self._device.update_held()  # in a backward, visits that are put off
         self.reads.synchronize()
-        self._boundary.finish_plan(step)
+        self._boundary.finish_plan()
         self._handover.await_copies()
         self.verdicts.count_last()
 

@@ -84,7 +84,8 @@ class Uses:
             return None
         for layer, _ in known.places:
             self._offload.land(layer)
-        copied = distributed(known.values().clone(), tensor)
+        with torch.inference_mode(False):  # no such tensor counts what is written to it
+            copied = distributed(known.values().clone(), tensor)
         self.copies.append((weakref.ref(copied), version(copied), known.name))
         return copied
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -31,12 +32,14 @@ from helpers import (
     saved_and_loaded,
     scale_by_hand,
     train,
+    wait_for,
     wait_for_coordinator,
     weights,
 )
 from small_models import gpt2, in_parts, language_loss, llama, perceptron, square_loss, vectors
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import orthogonal
 from torch.utils.checkpoint import checkpoint
 
 import hytrain
@@ -113,6 +116,73 @@ def test_readers_see_every_update(reader: str, monkeypatch: pytest.MonkeyPatch) 
         assert differing(seen, {name: expected[name] for name in seen}) == []
         train(model, opt, range(11, 20), square_loss)
     assert differing(weights(model), weights(reference())) == []
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_methods_that_torch_does_not_dispatch_see_every_update(k: float) -> None:
+    """Assigning to a parametrized weight writes by one of them, right after `step()`."""
+
+    def parametrized() -> nn.Module:
+        model = perceptron()
+        orthogonal(model[0][0])
+        return model
+
+    def run(model: Any, opt: Any) -> list[float]:
+        found = []
+        for step in range(6):
+            train(model, opt, [step], square_loss)
+            found += [p.as_subclass(Tensor).detach().sum().item() for p in model.parameters()]  # type: ignore[misc]
+            if step == 3:
+                model[0][0].weight = torch.eye(32)
+        return found
+
+    with late_weights():
+        same_as_torch(run, parametrized, k=k)
+
+
+@pytest.mark.parametrize("policy", ["deadline", "random"])
+def test_another_thread_reads_while_the_loop_trains(policy: str) -> None:
+    """Between steps it gets weights, else a sentence; the loop does not notice."""
+    model, found, done = perceptron(), list[object](), threading.Event()
+    with adamw(model, k="auto", policy=policy) as opt:
+        train(model, opt, range(3), square_loss)
+
+        def read() -> None:
+            while not done.wait(1e-3):
+                try:
+                    found.append(len(model.state_dict()))
+                except UsageError:
+                    pass
+                except BaseException as error:
+                    found.append(error)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        train(model, opt, range(3, 80), square_loss)
+        wait_for(lambda: bool(found), "a state_dict")
+        done.set()
+        reader.join()
+        opt.synchronize()
+        assert [one for one in found if isinstance(one, BaseException)] == []
+        assert differing(weights(model), weights(reference(range(80)))) == []
+
+
+def test_an_inference_mode_around_it_changes_nothing() -> None:
+    def run(model: Any, opt: Any) -> list[float]:
+        found = []
+        for step in range(6):
+            train(model, opt, [step], square_loss)
+            with torch.inference_mode():
+                found.append(sum(tensor.sum().item() for tensor in model.state_dict().values()))
+                if step == 2:
+                    opt.add_param_group({"params": [*model[2:].parameters()]})
+        return found
+
+    def of_part(model: Any) -> list[dict[str, Any]]:
+        return [{"params": [*model[:2].parameters()]}]
+
+    for options in ({"k": 0.0, "offload_weights": 1.0}, {"k": 1.0}):
+        same_as_torch(run, perceptron, of_part, **options)
 
 
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])

@@ -165,6 +165,26 @@ def test_state_goes_from_torch_to_hytrain_and_back() -> None:
     assert differing(weights(third), weights(whole)) == []
 
 
+@pytest.mark.parametrize("form", ["dictionary", "folder"])
+def test_loading_makes_new_groups_as_in_torch(form: str, tmp_path: Path) -> None:
+    """Who has kept one from before changes nothing by it."""
+    model = perceptron()
+    with adamw(model) as opt:
+        train(model, opt, range(2), square_loss)
+        [kept] = opt.param_groups
+        if form == "dictionary":
+            opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        else:
+            opt.save(tmp_path)
+            opt.load(tmp_path)
+        kept["lr"] = 9.0
+        train(model, opt, [2], square_loss)
+        assert opt.param_groups[0]["lr"] == LR
+    expected = perceptron()
+    train(expected, Reference(expected, lr=LR), range(3), square_loss)
+    assert differing(weights(model), weights(expected)) == []
+
+
 def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
     """Of other shapes, or with other frozen parameters."""
     small, large = perceptron(width=32), perceptron(width=48)
