@@ -103,6 +103,14 @@ def without_gradients(lid: int) -> int:
     return LAYOUTS[lid].nbytes - LAYOUTS[lid].plane_nbytes["grads"]
 
 
+def test_memory_that_a_trainer_waits_for_is_touched_in_one_go(owner: Owner) -> None:
+    """Threads share it out, and each asks for its huge pages in one call."""
+    owner.arenas.request(1)
+    owner.arenas.touch_next(whole=True)
+    assert owner.announced() == 1
+    assert [size for _, size in owner.backend.touched] == [without_gradients(1)]
+
+
 def test_a_descriptor_comes_after_the_last_piece(owner: Owner) -> None:
     owner.arenas.request(1)
     nbytes = without_gradients(1)
@@ -175,13 +183,13 @@ def test_an_arena_that_the_trainer_has_made_is_like_any_other(owner: Owner) -> N
 
 def test_memory_that_the_trainer_waits_for_is_touched_by_all_cores() -> None:
     backend, seen, queue = SimpleNamespace(threads=1), [], SimpleNamespace(next_tile=lambda: None, step=-1)
-    arenas = SimpleNamespace(pending=0, touch_next=lambda: seen.append(backend.threads))
+    arenas = SimpleNamespace(pending=0, touch_next=lambda whole: seen.append((backend.threads, whole)))
     progress = SimpleNamespace(touched=lambda *times: None)
     session: Any = SimpleNamespace(_backend=backend, _arenas=arenas, _queue=queue, _progress=progress, _max_threads=4)
     Session._work(session)
     queue.step = 0  # from now on, it trains meanwhile
     Session._work(session)
-    assert seen == [4, 1] and backend.threads == 1
+    assert seen == [(4, True), (1, False)] and backend.threads == 1
 
 
 @pytest.mark.parametrize(("dtype", "banks"), [("bfloat16", 1), ("bfloat16", 2), ("float32", 2)])

@@ -24,7 +24,7 @@ SOURCE = Path(__file__).with_name("update.cpp")
 LONE = ("lone_bfloat16", "bfloat16")  # the dtypes of weights that are their own masters, and of their gradients
 #: By whether multiplications are fused with additions, as torch does on CPUs that can.
 FLAGS: Final = {True: (), False: ("-DHYTRAIN_FUSES=0",)}
-SMALL_CALLS = 64  # after a call of `touch` that was refused huge pages, this many calls do not ask for them
+SMALL_BYTES: Final = 2 << 30  # once huge pages were refused, `touch` does not ask for any for so much memory
 
 
 _Moments = ctypes.c_void_p * max(map(len, MOMENTS.values()))
@@ -61,7 +61,7 @@ class NativeBackend:
         self._touch = library.hytrain_touch
         self._touch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
         self._touch.restype = ctypes.c_int
-        self._small_calls = 0
+        self._small_bytes = 0
         self._float_mode, self._set_float_mode = library.hytrain_float_mode, library.hytrain_set_float_mode
         self._float_mode.argtypes, self._float_mode.restype = (), ctypes.c_uint
         self._set_float_mode.argtypes, self._set_float_mode.restype = (ctypes.c_uint,), None
@@ -90,6 +90,6 @@ class NativeBackend:
 
     def touch(self, address: int, nbytes: int) -> None:
         """See Backend.touch. Asks for huge pages, but not at each call if there are none: the search takes time."""
-        asks = self._small_calls == 0
+        asks = self._small_bytes == 0
         refused = self._touch(address, nbytes, mmap.PAGESIZE, self.threads, asks)
-        self._small_calls = SMALL_CALLS if refused else max(self._small_calls - 1, 0)
+        self._small_bytes = SMALL_BYTES if refused else max(self._small_bytes - nbytes, 0)

@@ -140,11 +140,12 @@ class Arenas:
         self._arenas[lid] = HostArena.of(file)
         self.segments[lid] = segments_of(self._arenas[lid], self._layers[lid])
 
-    def touch_next(self) -> None:
-        """Touch a piece of the memory that was requested first. After its last piece, send the descriptor."""
+    def touch_next(self, *, whole: bool = False) -> None:
+        """Touch a piece of the memory that was requested first, or the whole. After that, send the descriptor."""
         arena = self._coming[0]
         first = arena.layout.plane_nbytes["grads"] + self._touched_bytes
-        piece = min(PIECE_BYTES, arena.layout.nbytes - first)
+        left = arena.layout.nbytes - first
+        piece = left if whole else min(PIECE_BYTES, left)
         self._backend.touch(arena.mapping.address + first, piece)
         self._touched_bytes += piece
         if first + piece < arena.layout.nbytes:

@@ -248,9 +248,9 @@ class Session:
         if (lid := self._arenas.pending) is not None:
             self._working_on = lid
             began_s, threads = time.monotonic(), self._backend.threads
-            if self._queue.step < 0:  # the trainer waits for its first memory, and leaves it all cores
+            if is_first := self._queue.step < 0:  # the trainer waits for its first memory, and leaves it all cores
                 self._backend.threads = self._max_threads
-            self._arenas.touch_next()
+            self._arenas.touch_next(whole=is_first)
             self._backend.threads = threads
             self._progress.touched(lid, began_s, time.monotonic())
         self._working_on = None
