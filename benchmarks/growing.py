@@ -42,6 +42,8 @@ SHORTEST: Final = 256
 LEFT_BYTES: Final = 1 << 30
 #: A step that is not longer than this many times the usual one is as fast as before.
 AS_FAST: Final = 1.05
+#: So many such steps in a row: one alone may be fast by chance.
+IN_A_ROW: Final = 5
 _HOLDS: Final = """
 import sys, torch
 held = torch.empty(int(sys.argv[1]), dtype=torch.uint8, device="cuda")
@@ -206,5 +208,7 @@ def _neighbour(device: str) -> Iterator[int]:
 
 
 def _back(steps_s: Sequence[float], usual_s: float) -> int | None:
-    """After how many steps they are as fast as before; None if they never were."""
-    return next((index for index, one in enumerate(steps_s) if one <= AS_FAST * usual_s), None)
+    """After how many steps some in a row are as fast as before; None if they never were."""
+    fast = [one <= AS_FAST * usual_s for one in steps_s]
+    found = (index for index in range(len(fast) - IN_A_ROW + 1) if all(fast[index : index + IN_A_ROW]))
+    return next(found, None)

@@ -35,6 +35,7 @@ from benchmarks.parts import (
     NEVER_CLIPPED,
     NO_CLIPPING,
     OFFLOADED,
+    ONE_BY_ONE,
     PARK,
     RANDOM,
     ROAMING,
@@ -554,6 +555,14 @@ def parked(rows: Rows) -> str:
     return table(here.by("host", "commit", "shape"), *col.HOST, last("model", "shape"), *columns)
 
 
+def in_parts(rows: Rows) -> str:
+    """Offloaded weights that are fetched for each sequence of the batch, or once for all of them."""
+    here = rows.where(part="in_parts")
+    to_each = computed(f"relative to {ONE_BY_ONE}", relative(here, "host", "commit", "shape", label=ONE_BY_ONE))
+    columns = (last("model", "shape"), col.BATCH, last("the batch is computed with", "label"), col.STEP, to_each)
+    return table(here.by("host", "commit", "shape", "label"), *col.HOST, *columns, *col.MEMORY)
+
+
 def _capped(lines: Iterable[Rows]) -> str:
     tokens = ("tokens per step", lambda mine: f"{mine.last('batch')} x {mine.last('sequence')}")
     columns = (*CAPPED, tokens, *PLACED, col.STEP, col.PREDICTED)
@@ -624,6 +633,7 @@ TABLES: Final[dict[str, Callable[[Rows], str]]] = {
         long,
         growing,
         parked,
+        in_parts,
     )
 }
 

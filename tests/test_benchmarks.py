@@ -25,6 +25,7 @@ from made_up_rows import jobs_of, made_up, row
 from benchmarks import (
     checkpoints,
     curves,
+    growing,
     guard,
     host,
     idle,
@@ -496,6 +497,12 @@ def test_batches_grow_and_others_take_memory(label: str, tmp_path: Path) -> None
     assert "error" not in row and len(row["steps_s"]) == 4 and row["k"] == 1.0 and row["evicted_gb"] == 0
     told = {**dict.fromkeys(parts.FOUR_TIMES, "extra_s"), parts.NEIGHBOUR: "back_steps", parts.PARK: "attach_s"}
     assert {"extra_s", "back_steps", "attach_s"} & row.keys() == ({told[label]} if label in told else set())
+
+
+def test_steps_are_as_fast_again_when_some_in_a_row_are() -> None:
+    assert growing._back([2.0, 1.0, 2.0, *[1.0] * growing.IN_A_ROW], 1.0) == 3
+    assert growing._back([1.0] * 9, 1.0) == 0
+    assert growing._back([*[1.0] * (growing.IN_A_ROW - 1), 2.0, 1.0], 1.0) is None
 
 
 # ---------------------------------------------------------------- saving
