@@ -50,7 +50,7 @@ from hytrain.step.device import DeviceUpdates
 from hytrain.step.evictions import Evictions
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.handover import Handover
-from hytrain.step.health import Health
+from hytrain.step.health import Health, interrupts_held_back
 from hytrain.step.kept import KeptGradients
 from hytrain.step.life import BETWEEN, IN_BACKWARD, Event, State
 from hytrain.step.masters import Masters
@@ -199,6 +199,7 @@ class Engine:
                 self._handover.arenas.pin_visiting()
         self.reads.enter_root()
 
+    @interrupts_held_back()
     def step(self) -> None:
         """End the step, whose updates began in backward. Does nothing if there was no gradient."""
         self._health.check()

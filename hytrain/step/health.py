@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Final, NoReturn
 
 from hytrain.errors import ClusterTimeout, HyTrainError, UsageError
@@ -20,6 +22,29 @@ from hytrain.step.life import IN_BACKWARD, Event, State, StepLife
 from hytrain.step.timing import SEEN, Timing
 
 LOOK_S: Final = 1.0
+
+
+@contextlib.contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C comes at the end, unless it is pressed twice. Python has signals handled by its main thread alone."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = list[tuple[int, FrameType | None]]()
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        came.append((number, frame))
+        if len(came) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        handler(*came[0])
 
 
 class Health:
@@ -75,12 +100,16 @@ class Health:
 
     @contextlib.contextmanager
     def undivided(self, what: str) -> Iterator[None]:
-        """An exception inside ends training: a layer must not have two owners, nor a step half of its updates."""
-        try:
-            yield
-        except BaseException as error:
-            self.fail(UsageError(f"{what} was interrupted by {type(error).__name__}: {error}"))
-            raise
+        """An exception inside ends training: a layer must not have two owners, nor a step half of its updates.
+
+        Ctrl-C comes after it.
+        """
+        with interrupts_held_back():
+            try:
+                yield
+            except BaseException as error:
+                self.fail(UsageError(f"{what} was interrupted by {type(error).__name__}: {error}"))
+                raise
 
     def end_in_child(self, error: HyTrainError) -> None:
         """Fail in a forked child. No other thread is left to notify or unlock the old condition."""

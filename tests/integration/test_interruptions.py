@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
 import torch
-from helpers import adamw, process, same_as_torch, same_bits, train, wait_for, wait_for_coordinator
+from helpers import (
+    DEADLINE_S,
+    LR,
+    Reference,
+    adamw,
+    differing,
+    process,
+    same_as_torch,
+    same_bits,
+    train,
+    wait_for,
+    wait_for_coordinator,
+    weights,
+)
 from small_models import perceptron, square_loss, vectors
 from torch import nn
 from torch.nn import functional
@@ -24,7 +39,9 @@ from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.watched import unwatched
 from hytrain.run.cluster import PrivateCluster
 from hytrain.run.link import Link
+from hytrain.step.commit import Commit
 from hytrain.step.device import DeviceUpdates
+from hytrain.step.handover import Handover
 
 
 def test_a_construction_that_was_interrupted_leaves_no_connection_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +65,56 @@ def test_a_construction_that_was_interrupted_leaves_no_connection_for_the_next(m
             assert opt.statistics().step == 2
     finally:
         run.close()
+
+
+def test_ctrl_c_comes_after_what_it_must_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In `step()`, and while layers move: the loop may catch it, and goes on as if nothing had been."""
+    model, numbers, caught, ends_s = perceptron(), itertools.count(), list[str](), time.monotonic() + DEADLINE_S
+    with adamw(model, k="auto", policy="random") as opt:
+        for kind, name in ((Commit, "commit"), (Handover, "finish")):
+            before = getattr(kind, name)
+
+            def interrupted(self: Any, *given: Any, name: str = name, before: Callable[..., Any] = before) -> Any:
+                signal.raise_signal(signal.SIGINT)
+                caught.append(name)
+                return before(self, *given)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(kind, name, interrupted)
+                while name not in caught:
+                    square_loss(model, next(numbers)).backward()
+                    try:
+                        opt.step()
+                        opt.synchronize()  # what has begun to move is there
+                    except KeyboardInterrupt:
+                        caught.append("caught")
+                    opt.zero_grad()
+                    assert time.monotonic() < ends_s, "no layer moves"
+        steps = next(numbers)
+        train(model, opt, range(steps, steps + 3), square_loss)
+        opt.synchronize()
+        assert opt.statistics().step == steps + 3
+    assert caught == ["commit", "caught", "finish", "caught"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    expected = perceptron()
+    train(expected, Reference(expected, lr=LR), range(steps + 3), square_loss)
+    assert differing(weights(model), weights(expected)) == []
+
+
+def test_ctrl_c_twice_ends_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(self: Commit) -> bool:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("nothing holds back the second one")
+
+    model = perceptron()
+    with adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+        with monkeypatch.context() as patch:
+            patch.setattr(Commit, "commit", hang)
+            with pytest.raises(KeyboardInterrupt):
+                train(model, opt, [2], square_loss)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 # ---------------------------------------------------------------- threads and processes
