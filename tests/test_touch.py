@@ -9,8 +9,10 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +72,20 @@ def test_a_mapping_gets_its_pages_and_keeps_what_it_has(
             assert kept.find(b"abc") == middle and kept.count(b"\0") == len(kept) - 3
             found.append(huge_bytes(mapping) // HUGE_PAGE_BYTES)
     assert found[-1] == whole
+
+
+def test_a_mapping_gets_its_pages_where_no_thread_may_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the end of the main thread, while another one trains."""
+
+    class Ended(ThreadPoolExecutor):
+        def submit(self, *call: Any, **options: Any) -> Any:
+            raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(arena, "ThreadPoolExecutor", Ended)
+    monkeypatch.setattr(arena, "_POPULATED_BYTES", 2 * HUGE_PAGE_BYTES)
+    with memory_file(8 * HUGE_PAGE_BYTES) as (mapping, _):
+        mapping.populate((0, mapping.nbytes))
+        assert len(resident(mapping)) == mapping.nbytes // mmap.PAGESIZE
 
 
 def test_where_there_are_no_huge_pages_a_mapping_gets_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final, Self
 
@@ -109,13 +109,14 @@ class Mapping:
                     refused.set()  # a search for huge pages that are not there takes long
             _libc.madvise(self.address + first, stop - first, _MADV_POPULATE_WRITE)
 
-        if threads == 1 or len(pieces) <= 1:
-            for piece in pieces:
-                populate(piece)
-            return
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in pool.map(populate, pieces):
-                pass
+        if threads > 1 and len(pieces) > 1:
+            with suppress(RuntimeError):  # no thread may begin: there is a limit, or the main thread has ended
+                with ThreadPoolExecutor(threads) as pool:
+                    for _ in pool.map(populate, pieces):
+                        pass
+                return
+        for piece in pieces:
+            populate(piece)
 
 
 class ReadOnlyMapping(Mapping):
@@ -167,7 +168,9 @@ class Memory:
 
 
 class SharedMemory:
-    """Memory of this process that others map, once they have its descriptor. A page comes with its first use."""
+    """Memory of this process that others map, once they have its descriptor. A page comes with its first use, or with
+    `Mapping.populate`.
+    """
 
     def __init__(self, name: str, nbytes: int) -> None:
         """Create and map memory of zeros. Raises `OSError` if there is no address space for it."""

@@ -50,16 +50,18 @@ class OnStream:
         self._away: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
+        self._before = current_stream(self._device)
         if torch.cuda.current_device() != self._device.index:
             self._away = torch.cuda.device(self._device)
             self._away.__enter__()
-        self._before = current_stream(self._device)
         torch.cuda.set_stream(self._stream)
 
     def __exit__(self, *error: Any) -> None:
-        torch.cuda.set_stream(self._before)
-        if self._away is not None:
-            self._away.__exit__(*error)
+        try:
+            torch.cuda.set_stream(self._before)
+        finally:
+            if self._away is not None:
+                self._away.__exit__(*error)
 
 
 class HostClock:

@@ -23,7 +23,8 @@ class Pinned:
 
     def __init__(self, nbytes: int, transfers: Transfers) -> None:
         """Raises `OSError` without host memory."""
-        shared = SharedMemory("pinned", nbytes)  # not private: a forked child would share it, and have it copied
+        # Not private: after a fork, a page that is written would be another one, and DMA would go on with the old one.
+        shared = SharedMemory("pinned", nbytes)
         self._mapping, self._transfers = shared.mapping, transfers
         shared.close()
         self._mapping.populate((0, nbytes))

@@ -13,7 +13,7 @@ that have a `__torch_function__`, the operation then runs with parameters of the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import Any, ClassVar, Final, cast
@@ -51,7 +51,7 @@ def _of_plain(name: str) -> Any:
     """A method that looks at the parameter's class, too."""
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        type(self).before_use(self)
+        _before_use_of(self)(self)
         with _of_plain_classes([self]):
             return getattr(self, name)(*args, **options)
 
@@ -60,13 +60,20 @@ def _of_plain(name: str) -> Any:
 
 def _undispatched(name: str) -> Any:
     """A method of a tensor for which torch does not call `__torch_function__`."""
-    plain = getattr(Tensor, name)
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        type(self).before_use(self)
-        return plain(self, *args, **options)
+        _before_use_of(self)(self)
+        kind = type(self)
+        plain = kind.plain if issubclass(kind, Watched) else kind
+        return getattr(plain, name)(self, *args, **options)
 
     return method
+
+
+def _before_use_of(parameter: Any) -> Callable[[Any], None]:
+    """What a use of it calls first: nothing, once a forward on another thread has unwatched it."""
+    before_use: Callable[[Any], None] = getattr(type(parameter), "before_use", lambda one: None)
+    return before_use
 
 
 class Watched:
@@ -101,7 +108,7 @@ class Watched:
 
     def detach(self) -> Tensor:
         caller = sys._getframe(1).f_code
-        if (away := self._away(caller)) is not None:
+        if (away := Watched._away(self, caller)) is not None:
             return away
         detached = Tensor.detach(cast(Tensor, self))
         if caller is nn.Parameter.__new__.__code__:  # nn.Parameter(p) insists on p's class
@@ -113,7 +120,8 @@ class Watched:
     def _away(self, caller: CodeType) -> Tensor | None:
         """What `model.state_dict()` has of offloaded weights: it takes no GPU memory."""
         saves = caller is nn.Module._save_to_state_dict.__code__
-        return cast(Tensor | None, type(self).before_use.away(self) if saves else None)
+        before_use = getattr(type(self), "before_use", None) if saves else None
+        return None if before_use is None else cast(Tensor | None, before_use.away(self))
 
     __deepcopy__, __reduce_ex__, __repr__ = map(_of_plain, ("__deepcopy__", "__reduce_ex__", "__repr__"))
 
@@ -122,7 +130,7 @@ class _WatchedDTensor(Watched):
     """A DTensor has methods that show its value and that `__torch_function__` does not see."""
 
     def detach(self) -> Tensor:
-        if (away := self._away(sys._getframe(1).f_code)) is not None:
+        if (away := Watched._away(self, sys._getframe(1).f_code)) is not None:
             return away
         detached: Any = super().detach()
         # Writes to this rank's part count for the parameter, too. And it is one more tensor with its storage.
@@ -142,7 +150,7 @@ def watched_class(plain: type, before_use: Any) -> type:
 @contextmanager
 def _of_plain_classes(parameters: Iterable[Any]) -> Iterator[None]:
     """Nobody sees that they are watched: not by their classes, and nothing comes by `__torch_function__`."""
-    classes = [(parameter, type(parameter)) for parameter in parameters if isinstance(parameter, Watched)]
+    classes = [(parameter, kind) for parameter in parameters if issubclass(kind := type(parameter), Watched)]
     for parameter, watched in classes:
         parameter.__class__ = watched.plain
     try:

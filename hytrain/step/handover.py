@@ -134,7 +134,8 @@ class Handover:
         """Make memory for their state to leave to, on a thread, unless that is at work, or until it has other work."""
 
         def goes_on() -> bool:
-            return self._thread is threading.current_thread() and not self.is_parked
+            with self._lock:  # under which this thread was started
+                return self._thread is threading.current_thread() and not self.is_parked
 
         with self._lock:
             if not self.is_parked and (self._thread is None or not self._thread.is_alive()):
@@ -295,10 +296,11 @@ class Handover:
                     continue
             moving, layer.moving = layer.moving, None
             assert moving is not None and moving.arrival is not None, "started with the last update, or before"
-            arena, layer.planes = layer.arena, moving.device
+            with self._lock:  # until it is placed there, no other thread may evict it
+                arena, layer.planes = layer.arena, moving.device
+                self._place(layer, move.plan, step, after=moving.arrival)
             fetched = None if layer.block is None else layer.block.arrival
             move.closing.append((arena, [copy for copy in (moving.arrival, fetched) if copy is not None]))
-            self._place(layer, move.plan, step, after=moving.arrival)
         move.coming = [layer for layer in move.coming if layer.life.placement.state == "gpu"]
         for layer in move.visiting:
             self._trip.wait_for(layer)
@@ -332,9 +334,12 @@ class Handover:
 
     def await_copies(self) -> None:
         """Return once the planes that were handed over can be read. Call `finish` first."""
-        for _, departure in self._departing:
+        departing = self._departing
+        for _, departure in departing:
             departure.synchronize()
-        self._departing = []
+        with self._lock:
+            if self._departing is departing:  # on another thread, layers may have moved again
+                self._departing = []
 
     def expose_state(self) -> None:
         """Unpin state planes, so that copies of any size can read and write them. The next handover is slower."""
@@ -412,9 +417,9 @@ class Handover:
             except Exception as error:
                 self._health.fail(ClusterError(f"a handover failed: {type(error).__name__}: {error}"))
 
-        self._thread = threading.Thread(target=run, name=THREAD_PREFIX + "handover", daemon=True)
-        self._thread.start()
-        self._worked = True
+        thread = threading.Thread(target=run, name=THREAD_PREFIX + "handover", daemon=True)
+        thread.start()
+        self._thread, self._worked = thread, True
 
 
 def _clear_up(

@@ -101,6 +101,43 @@ def test_ctrl_c_comes_after_what_it_must_not_divide(monkeypatch: pytest.MonkeyPa
     assert differing(weights(model), weights(expected)) == []
 
 
+def test_two_threads_that_wait_for_all_updates_finish_a_handover_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one waits until the first is through."""
+
+    class Lock:
+        def __init__(self, lock: Any) -> None:
+            self.lock, self.asked = lock, set[int]()
+
+        def __enter__(self) -> None:
+            self.asked.add(threading.get_ident())
+            self.lock.__enter__()
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.__exit__(*error)
+
+    model, finish, finished = perceptron(), Handover.finish, list[threading.Thread]()
+    with adamw(model, k="auto", policy="random") as opt:
+        lock = opt._engine._boundary._moves = Lock(opt._engine._boundary._moves)  # type: ignore[assignment]
+        other = threading.Thread(target=opt.synchronize)
+
+        def finishing(self: Handover, step: int) -> Any:
+            finished.append(threading.current_thread())
+            if len(finished) == 1:
+                other.start()
+                wait_for(lambda: other.ident in lock.asked)
+            return finish(self, step)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Handover, "finish", finishing)
+            numbers = itertools.count()
+            while not finished:
+                train(model, opt, [next(numbers)], square_loss)
+                opt.synchronize()
+            other.join()
+        assert finished == [threading.current_thread()]
+        train(model, opt, [next(numbers)], square_loss)
+
+
 def test_ctrl_c_twice_ends_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(self: Commit) -> bool:
         signal.raise_signal(signal.SIGINT)

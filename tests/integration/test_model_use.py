@@ -6,6 +6,7 @@ what torch's optimizer would have it read (I1).
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -44,6 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hytrain
 from hytrain.errors import UsageError
+from hytrain.model.watched import Watched, watched_class
 from hytrain.recipe.loss import in_chunks
 
 
@@ -158,13 +160,41 @@ def test_another_thread_reads_while_the_loop_trains(policy: str) -> None:
 
         reader = threading.Thread(target=read)
         reader.start()
-        train(model, opt, range(3, 80), square_loss)
-        wait_for(lambda: bool(found), "a state_dict")
-        done.set()
-        reader.join()
+        try:
+            train(model, opt, range(3, 80), square_loss)
+            wait_for(lambda: bool(found))
+        finally:
+            done.set()
+            reader.join()
         opt.synchronize()
         assert [one for one in found if isinstance(one, BaseException)] == []
         assert differing(weights(model), weights(reference(range(80)))) == []
+
+
+def test_a_parameter_that_a_forward_unwatches_meanwhile_is_an_ordinary_one() -> None:
+    """Another thread's use of it has been looked up already, as one of a watched parameter."""
+    parameter = nn.Parameter(torch.ones(3))
+    for found in (
+        Watched.as_subclass(parameter, Tensor),
+        Watched.detach(parameter),  # type: ignore[arg-type]
+        Watched.__deepcopy__(parameter, {}),
+    ):
+        assert torch.equal(found, torch.ones(3))
+    assert Watched.__repr__(parameter) == repr(parameter)
+    with adamw(perceptron()) as opt:
+        first, _, second, *_ = opt.param_groups[0]["params"]
+        kind, uses = type(first), list[object]()
+
+        class Unwatching:
+            def __call__(self, tensor: Tensor) -> None:
+                uses.append(kind.before_use(tensor))
+
+            def around(self, tensor: Any) -> contextlib.AbstractContextManager[None]:
+                first.__class__ = second.__class__ = kind.plain
+                return contextlib.nullcontext()
+
+        first.__class__ = second.__class__ = watched_class(kind.plain, Unwatching())
+        assert torch.isfinite(first + second).all() and uses == [None, None]
 
 
 def test_an_inference_mode_around_it_changes_nothing() -> None:

@@ -444,6 +444,25 @@ def test_a_plan_does_not_wait_until_memory_is_ready_for_all(budget: Budget, monk
         assert all(handover.arenas.kept(layer) is not None for layer in layers)
 
 
+def test_a_thread_that_cannot_start_is_none(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be a limit on how many a process has. Later, one may begin."""
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    model = llama()
+    with adamw(model, k=1.0) as opt:
+        train(model, opt, range(2))
+        handover, layers = opt._engine._handover, opt._session.layers
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+            patch.setattr(threading.Thread, "start", start)
+            handover.make_ready(layers)
+        handover.wait()
+        handover.make_ready(layers)
+        handover.wait()
+        assert all(handover.arenas.kept(layer) is not None for layer in layers)
+
+
 def test_no_more_memory_is_made_ready_than_was_stated_for_planes(budget: Budget) -> None:
     model = llama()
     layout = [0]

@@ -241,7 +241,10 @@ class Session:
         return planned
 
     def _work(self) -> None:
-        """Update one tile of the most urgent layer, and touch one piece of new memory; both are short."""
+        """Update one tile of the most urgent layer, and touch one piece of new memory; both are short.
+
+        At the start, when nothing else is to be done, a whole layer's memory is touched.
+        """
         if (tile := self._queue.next_tile()) is not None:
             self._working_on = tile.lid
             self._update(tile)
