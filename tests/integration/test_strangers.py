@@ -28,15 +28,16 @@ ROLES = [Address(role, 0) for role in ("trainer", "optimizer", "coordinator", "m
 #: More than a run writes of its own.
 LOG_BYTES = 50_000
 
+#: So many that they come all the time while a loop trains, unless that waits for a core: then they end before it does.
 FLOOD = """
-import sys, zmq
+import signal, sys, zmq
 context = zmq.Context()
 sockets = []
 for path in sys.argv[1:]:
     socket = context.socket(zmq.DEALER)
     socket.connect(f"ipc://{path}")
     sockets.append(socket)
-for number in range(1 << 60):
+for number in range(30_000):
     for socket in sockets:
         try:
             socket.send(b"junk" * 50, zmq.NOBLOCK)
@@ -44,6 +45,7 @@ for number in range(1 << 60):
             pass
     if number == 1000:
         print("flooding", flush=True)
+signal.pause()
 """
 
 
