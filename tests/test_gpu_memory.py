@@ -77,8 +77,10 @@ def begin_measuring() -> None:
 def requested_bytes() -> int:
     """Of torch's allocator, now. It may have allocated more: a block that is found is cut only if much is left.
 
-    What is free once streams have passed it counts until the allocator has looked.
+    What is free once streams have passed it counts until the allocator has looked, and an earlier test's error holds
+    its frames in cycles, which Python frees at any time.
     """
+    gc.collect()
     torch.cuda.empty_cache()
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
