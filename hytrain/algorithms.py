@@ -85,7 +85,7 @@ class Algorithm:
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
         """The hyperparameters of a group."""
         algorithm = self.of(group)
-        found = {**{name: group[name] for name in algorithm.hyperparameters}, **algorithm.fixed}
+        found = {**{name: number(group[name]) for name in algorithm.hyperparameters}, **algorithm.fixed}
         for name, parts in _PARTS.items():
             found.update(zip(parts, found.pop(name, ()), strict=False))
         if "adjust_lr_fn" in found:
@@ -99,7 +99,7 @@ class Algorithm:
             algorithm = self.of(group)
             try:
                 algorithm.check_kinds(group)
-            except (ConfigError, UnsupportedError) as error:
+            except ConfigError as error:
                 raise UsageError(f"in opt.param_groups, {error}") from None
             if not algorithm.betas_fit(group):
                 raise UsageError(f"betas in opt.param_groups are {tuple(group['betas'])}: they lie in [0, 1)")
@@ -118,7 +118,7 @@ class Algorithm:
             return
         self.check_as_torch(group)
         self.check_kinds(group)
-        if any(group[name] < 0 for name in self.numbers) or not self.betas_fit(group):
+        if any(number(group[name]) < 0 for name in self.numbers) or not self.betas_fit(group):
             *some, last = self.numbers
             betas_lie = ", betas lie in [0, 1)" if self.has_betas else ""
             raise ConfigError(f"{', '.join(some)} and {last} must not be negative{betas_lie}")
@@ -135,17 +135,15 @@ class Algorithm:
             raise ConfigError("fused and foreach cannot be True together, as in torch: leave one out")
 
     def check_kinds(self, group: Mapping[str, Any]) -> None:
-        """Raise `UnsupportedError` or `ConfigError` unless hyperparameters are numbers, flags and pairs of betas."""
+        """Raise `ConfigError` unless hyperparameters are numbers, flags and pairs of betas."""
         given = {name: group[name] for name in (*self.numbers, *self.signed)}
         if self.has_betas:
             betas = group["betas"]
             if not isinstance(betas, tuple | list) or len(betas) != 2:
                 raise ConfigError(f"betas is {betas!r}: two numbers in [0, 1), such as (0.9, 0.999)")
             given.update((f"betas[{index}]", beta) for index, beta in enumerate(betas))
-        if any(isinstance(given.get(name), Tensor) for name in ("lr", "betas[0]", "betas[1]")):
-            raise UnsupportedError("tensor learning rates and betas are not supported: pass numbers")
         for name, value in given.items():
-            if not is_number(value):
+            if not is_number(number(value)):
                 raise ConfigError(f"{name} is {value!r}: a number")
         for name in self.flags:
             if not isinstance(group[name], bool):
@@ -154,6 +152,11 @@ class Algorithm:
     def betas_fit(self, group: Mapping[str, Any]) -> bool:
         """Whether `betas`, if a group has them, can be."""
         return not self.has_betas or all(0.0 <= float(beta) < 1.0 for beta in group["betas"])
+
+
+def number(value: Any) -> Any:
+    """The number that a tensor of one element has now, which torch takes in its place; all else as it is."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def is_number(value: Any) -> bool:

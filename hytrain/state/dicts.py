@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -116,7 +117,7 @@ def load_state_dict(
     )
     tell_of_conversion("the loaded state", found, has_masters, resting.precision)
     when_checked()
-    numbers = [hyper(other, algorithm.of(group)) for group, other in zip(groups, theirs, strict=True)]
+    numbers = [deepcopy(hyper(other, algorithm.of(group))) for group, other in zip(groups, theirs, strict=True)]
     groups[:] = [{**group, **given} for group, given in zip(groups, numbers, strict=True)]  # new ones, as in torch
     for known in into.parameters:
         entry = entries[id(known.parameter)]

@@ -31,6 +31,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from hytrain.algorithms import number
 from hytrain.errors import ConfigError, SavingError
 from hytrain.kernels.rounding import key_of
 from hytrain.memory.capacity import GpuMemory
@@ -142,7 +143,10 @@ def save(folder: Path, state: OptimizerState, *, steps: int, memory: GpuMemory |
         save=own.name,
         steps=steps,
         algorithm=resting.algorithm.name,
-        param_groups=[hyper(group, resting.algorithm.of(group)) for group in state.groups],
+        param_groups=[
+            {key: _plain(value) for key, value in hyper(group, resting.algorithm.of(group)).items()}
+            for group in state.groups
+        ],
         step_of=step_of,
         resting=rested,
         loss_scale=None if state.loss_scale is None else Scale.model_validate(state.loss_scale.state()),
@@ -196,9 +200,8 @@ def load(
         for name, entry in entries.items():
             resting.load(name, found[name], rules[id(found[name])], entry)
     for place, other in enumerate(index.param_groups):
-        numbers = hyper(other, resting.algorithm.of(other)).items()
-        given = {key: tuple(value) if isinstance(value, list) else value for key, value in numbers}
-        into.groups[place] = {**into.groups[place], **given}
+        group, numbers = into.groups[place], hyper(other, resting.algorithm.of(other)).items()
+        into.groups[place] = {**group, **{key: _like(group.get(key), value) for key, value in numbers}}
     for known in into.parameters:
         known.restore(index.step_of[clean(known.name)])
     if into.loss_scale is not None:
@@ -276,6 +279,18 @@ def _made(folder: Path, lock: ExitStack) -> Path:
             own.stat()
             lock.push(tried.pop_all())
             return own
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter without tensors, for JSON."""
+    return [number(each) for each in value] if isinstance(value, tuple | list) else number(value)
+
+
+def _like(before: Any, value: Any) -> Any:
+    """A hyperparameter out of JSON: a tensor where a tensor was `before`."""
+    if isinstance(value, list):
+        return tuple(value)
+    return torch.full_like(before, value) if isinstance(before, Tensor) else value
 
 
 def _sweep(folder: Path) -> None:

@@ -340,6 +340,42 @@ def test_schedulers(schedule: str) -> None:
     same_as_torch(run, llama, k=0.5)
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_a_learning_rate_that_is_a_tensor(kind: str, tmp_path: Path) -> None:
+    """Set in place by its owner or by a scheduler, and loaded: a copy is, which changes nothing that was saved."""
+
+    def run(model: nn.Module, opt: Any) -> list[float]:
+        scheduler, found = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=6), []
+        for step in range(8):
+            rate = opt.param_groups[0]["lr"]
+            if step == 4:
+                saved = opt.state_dict()
+                opt.load_state_dict(saved)
+                rate.fill_(1.0)
+                rate = opt.param_groups[0]["lr"]
+            if step == 6 and hasattr(opt, "save"):
+                opt.save(tmp_path / "saved")
+                rate.mul_(3.0)
+                opt.load(tmp_path / "saved")
+                rate = opt.param_groups[0]["lr"]
+            train(model, opt, [step])
+            rate.mul_(0.5) if step % 3 == 0 else scheduler.step()
+            assert isinstance(opt.param_groups[0]["lr"], torch.Tensor)
+            found.append(float(rate))
+        return found
+
+    models, results = [llama(), llama()], []
+    for model, of in zip(models, (torch.optim, hytrain), strict=True):
+        lr: Any = torch.tensor(1e-2)
+        options: Any = {"fused": True} if of is torch.optim else {"k": 0.5}
+        opt = getattr(of, kind)(model.parameters(), lr=lr, **options)
+        results.append(run(model, opt))
+        if of is hytrain:
+            opt.close()
+    assert results[0] == results[1]
+    assert differing(weights(models[0]), weights(models[1])) == []
+
+
 @pytest.mark.parametrize("k", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("accumulated", "sentence"),
