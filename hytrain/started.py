@@ -76,7 +76,12 @@ class StartedOptimizer(SavedOptimizer):
         fsdp.reshard(model)
 
     def _search(self) -> None:
-        """Wait for the model to be entered."""
+        """Wait for the model to be entered. Raises `UsageError` for a pipeline's stage."""
+        if self._options.pipeline_group is not None:
+            raise UsageError(
+                "with pipeline_group, pass the stage's module, or several, not parameters: a stage that looks for its "
+                "model in its first forward waits for the others, which wait for what that forward computes"
+            )
         self._groups = Groups(self, self.algorithm)
         self._note_groups()
         self._searched = Search(self._wanted, self._found)

@@ -33,7 +33,7 @@ from torch.jit._recursive import get_hook_stubs
 from torch.utils.hooks import RemovableHandle
 
 from hytrain.errors import UsageError
-from hytrain.model import fsdp
+from hytrain.model import collectives, fsdp
 from hytrain.model.parts import roots
 from hytrain.model.trained import Gate
 from hytrain.model.watched import watched_class
@@ -364,6 +364,8 @@ def attach(
             hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine.backward, known))
         before_use = BeforeUse(engine.uses)
         undo.callback(before_use.release)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            undo.callback(collectives.watch(engine.uses))
         watched = {kind: watched_class(kind, before_use) for kind in {type(known.parameter) for known in parameters}}
         for known in parameters:
             known.watch_with(watched[type(known.parameter)])

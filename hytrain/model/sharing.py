@@ -22,7 +22,7 @@ from hytrain.tensors import Spans, is_distributed, spans
 _COPIES: Final = (
     "{} has other values on rank {} than on the first rank that has it, though name and shape are the same: HyTrain "
     "takes them for copies of one parameter, which counts once in the norm and is saved once. If they are to be "
-    "copies, broadcast the first one; if not, give them different names, or make them one DTensor"
+    "copies, broadcast the first one; if not, make them one DTensor, of which each rank has a part"
 )
 
 Named = Sequence[tuple[str, nn.Parameter]]

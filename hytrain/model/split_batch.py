@@ -92,15 +92,18 @@ def _in_parts(kind: type[nn.Module], parts: int, checkpoint: bool) -> type[nn.Mo
 
         def compute(*part: Any) -> Any:
             args, kwargs = tree_unflatten(list(part), tree)
-            return whole(*args, **kwargs)
+            before = _known(part)
+            result = whole(*args, **kwargs)
+            if before != _known(_flat((args, kwargs))[0]):
+                raise UsageError(
+                    f"split_batch: {kind.__name__} writes into what it is given: let it return that instead"
+                )
+            return result
 
         sizes = [len(part) for part in batch.chunk(parts)]
         splits = [_split(each, batch, sizes) for each in given]
         of_part = partial(checkpointed, compute, use_reentrant=False) if checkpoint else compute
         made = [of_part(*part) for part in zip(*splits, strict=True)]
-        parts_of_batch = next(split for split, each in zip(splits, given, strict=True) if each is batch)
-        if not torch.compiler.is_compiling() and any(version(part) for part in parts_of_batch):
-            raise UsageError(f"split_batch: {kind.__name__} writes into what it is given: let it return that instead")
         return _joined(made, sizes, kind.__name__)
 
     def reduce(block: Any, protocol: Any) -> Any:
@@ -115,6 +118,13 @@ def _in_parts(kind: type[nn.Module], parts: int, checkpoint: bool) -> type[nn.Mo
 def _flat(nested: Any) -> tuple[list[Any], TreeSpec]:
     """What is in tuples, lists and dicts."""
     return tree_flatten(nested, is_leaf=lambda each: type(each) not in (tuple, list, dict))
+
+
+def _known(given: Sequence[Any]) -> list[tuple[int, int]]:
+    """What is another one after somebody has written into it, or has put something else in its place."""
+    if torch.compiler.is_compiling():
+        return []
+    return [(id(each), version(each) if isinstance(each, Tensor) and not each.is_inference() else 0) for each in given]
 
 
 def _has(each: Any, size: int) -> bool:
@@ -166,15 +176,26 @@ def _split(each: Any, batch: Tensor, sizes: list[int]) -> Sequence[Any]:
     return each.split(sizes) if _has_rows(each, batch) else [each] * len(sizes)
 
 
+def _tells(each: Any, rows: int) -> bool:
+    """Whether it may be a part's number of rows, or have it: the whole batch's is another one."""
+    if isinstance(each, torch.Size):
+        return rows in each
+    return not isinstance(each, bool) and isinstance(each, int | float) and each == rows
+
+
 def _joined(made: list[Any], sizes: list[int], name: str) -> Any:
     """What the block would have returned for the whole batch."""
     trees = [_flat(each) for each in made]
+    if any(tree != trees[0][1] for _, tree in trees):
+        raise UsageError(f"split_batch: {name} returns other things for one part of the batch than for another")
     joined = list[Any]()
     for parts in zip(*[each for each, _ in trees], strict=True):
         is_vector = isinstance(parts[0], Tensor) and parts[0].dim() == 1
         if all(map(_has, parts, sizes)) and not (is_vector and len({*sizes}) == 1):  # of anything as long as a part
             joined.append(torch.cat(parts))
-        elif isinstance(parts[0], SHARED) and all(part == parts[0] for part in parts):
+        elif (
+            isinstance(parts[0], SHARED) and all(part == parts[0] for part in parts) and not _tells(parts[0], sizes[0])
+        ):
             joined.append(parts[0])
         else:
             what = (

@@ -30,6 +30,7 @@ from hytrain.step.common import Common
 from hytrain.step.gradient import RoundTrip
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.reads import Reads
+from hytrain.step.timing import SEEN
 from hytrain.uncompiled import uncompiled
 
 _LEFT: Final = (
@@ -254,6 +255,7 @@ class Backward:
         life = self._health.life
         if life.state is State.SUMMED and not with_gradients(self._parameters):
             life.on(Event.DROP)
+            self._accumulation.timing.saw(SEEN[Event.DROP])
             self._meter.drop_backward()
         if life.state is State.SUMMED:
             self._accumulation.note_dropped()

@@ -214,7 +214,7 @@ class Commit:
         with self._health.undivided("the update of layers"):
             if not self._overlap:
                 self._update_all()
-            elif self._is_stage:
+            elif self._is_stage and self._verdicts.awaited:
                 self._judge()
             self._device.end_step(self._read_groups)
         return True

@@ -361,9 +361,8 @@ class Engine:
 
     def end_in_child(self) -> bool:
         """Called in a forked child. Returns whether its model is complete: no update was under way at the fork."""
-        whole = self._health.life.state not in (*IN_BACKWARD, State.PARKED_WEIGHTS) and all(
-            layer.life.is_current for layer in self._layers
-        )
+        under_way = (*IN_BACKWARD, State.COMMITTED, State.PARKED_WEIGHTS)
+        whole = self._health.life.state not in under_way and all(layer.life.is_current for layer in self._layers)
         sentence = "this process was forked from the one that trains, and the optimizer is its parent's"
         if not self._offload.is_whole:
             whole = False
@@ -383,6 +382,8 @@ class Engine:
         failure = self._health.failure
         if isinstance(failure, ClusterError):
             _log.warning("updates may be lost, so go on from a checkpoint: %s", failure)
+        if failure is None and self._health.life.state is State.COMMITTED:
+            _log.warning("the optimizer is closed before step(): weights are updated already, and gradients are gone")
         try:
             if failure is None and self._health.life.state not in (*IN_BACKWARD, State.PARKED_WEIGHTS):
                 self._end_last_step()

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hytrain.errors import HyTrainError, UsageError
 from hytrain.model import graphs
@@ -27,7 +27,7 @@ from hytrain.step.gradient import RoundTrip
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.reads import Reads
 from hytrain.step.timing import SEEN
-from hytrain.tensors import distributed, is_distributed, version
+from hytrain.tensors import distributed, is_distributed, local, version
 
 _USED_EARLY: Final = (
     "{} is used between backward and step(), but its update has already begun, which torch would make in step(): use "
@@ -68,6 +68,13 @@ class Uses:
         if torch.is_grad_enabled():
             self._reads.note_order(layers)
         self._reads.mark_awaited([known], inside=False)
+
+    def with_memory_of(self, tensors: Iterable[Tensor]) -> list[nn.Parameter]:
+        """The parameters of which some of these tensors show the memory. In backward, nobody may write them."""
+        if in_backward():
+            return []
+        memory = {local(tensor).untyped_storage()._cdata for tensor in tensors}
+        return [known.parameter for known in self._of.values() if known.own.untyped_storage()._cdata in memory]
 
     def around(self, tensor: Tensor) -> AbstractContextManager[Any]:
         """A context for an operation on a parameter."""

@@ -268,6 +268,28 @@ def writes(model: Any, opt: Any) -> Iterable[Tensor]:
                     torch._foreach_mul_(list(model.parameters()), 0.9)
 
 
+def written_by_collectives(model: Any, opt: Any) -> Iterable[Tensor]:
+    """Into parts of the same size on all ranks. Autograd counts none of these writes."""
+    weights, rank = [block.down.weight for block in model.blocks], dist.get_rank()
+    for step in range(STEPS):
+        yield backward(model, step)
+        update(opt)
+        for p in weights:
+            match step:
+                case 0:
+                    with torch.no_grad():
+                        dist.all_reduce(p.to_local())
+                case 1:
+                    dist.broadcast(p.data.to_local(), 0)
+                case 2:
+                    dist.all_reduce(p.to_local().data)
+                case 3:
+                    part = p.detach().to_local()
+                    dist.recv(part, 0) if rank else dist.send(part, 1)
+                case 4:
+                    dist.all_reduce(p.detach().to_local()[3:7], async_op=True).wait()
+
+
 def unfrozen(model: Any, opt: Any) -> Iterable[Tensor]:
     for step in range(4):
         if step == 2:
@@ -334,6 +356,7 @@ ROWS = {
     "unfreezing": Row(frozen_scales, unfrozen, choices=[CPU]),
     "reads": Row(practice=reads),
     "writes": Row(practice=writes),
+    "writes by collectives": Row(practice=written_by_collectives, choices=[CPU, GPU, BOTH]),
     "set_requires_gradient_sync": Row(practice=unsynchronized),
     "grad_accumulation": Row(practice=accumulated, choices=[{**BOTH, "grad_accumulation": 2}]),
     "no_sync": Row(practice=accumulated_without_a_number),

@@ -255,6 +255,26 @@ def test_a_child_forked_amid_updates_is_told_so_at_once() -> None:
         opt.synchronize()
 
 
+@pytest.mark.parametrize("k", [0.0, 1.0])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_forked_before_the_step_does_not_see_its_updates(k: float) -> None:
+    """They are made, and in torch the weights are still those of before."""
+    model = perceptron()
+    with adamw(model, k=k, updates="backward") as opt:
+        train(model, opt, range(2), square_loss)
+        square_loss(model, 2).backward()
+        wait_for(lambda: all(layer.life.is_current or layer.landing for layer in opt._session.layers))
+        for layer in opt._session.layers:
+            opt._engine._trip.wait_for(layer)
+
+        def read() -> None:
+            with pytest.raises(UsageError, match=r"synchronize\(\) before forking"):
+                model.state_dict()
+
+        in_a_fork(read)
+        opt.step()
+
+
 # ---------------------------------------------------------------- reads
 
 

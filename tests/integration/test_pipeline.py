@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional
 
 import hytrain
+from hytrain.errors import UsageError
 
 MICRO_BATCHES = 4
 MAX_NORM = 0.5
@@ -84,6 +85,70 @@ def compare(schedule: str) -> None:
     backwards = MICRO_BATCHES * len(list(parts_of(schedule)))  # type: ignore[call-overload]
     options = {"grad_accumulation": backwards, "pipeline_group": dist.group.WORLD}
     same_as(fused, practice, partial(parts_of, schedule), [{**options, "k": 0.0}, {**options, "k": (1.0, 0.5)}])
+
+
+def clipped_by_stage(parts: Any, opt: Any) -> Iterable[Tensor]:
+    """Some losses' gradients are beyond the limit."""
+    for _ in piped("1F1B", None, parts, _Clips(parts, opt)):
+        yield torch.zeros(())
+
+
+class _Clips:
+    """An optimizer whose loop clips each stage by itself before `step()`."""
+
+    def __init__(self, parts: Any, opt: Any) -> None:
+        self._parts, self._opt, self.zero_grad = parts, opt, opt.zero_grad
+
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self._parts.parameters(), 0.1)
+        self._opt.step()
+
+
+def compare_clipped() -> None:
+    options = {"pipeline_group": dist.group.WORLD}
+    same_as(fused, clipped_by_stage, partial(parts_of, "1F1B"), [{**options, "k": 0.0}, {**options, "k": (1.0, 0.5)}])
+
+
+def test_stages_that_the_loop_clips(two_ranks: RankGroup) -> None:
+    two_ranks.run(compare_clipped)
+
+
+class _Averages(_Clips):
+    """An optimizer whose loop writes all stages' blocks by collectives after `step()`: autograd does not count that."""
+
+    def step(self) -> None:
+        self._opt.step()
+        first, second = self._parts[0].blocks
+        with torch.no_grad():
+            for p in first.parameters():
+                dist.reduce(p, 1)
+            for p in second.parameters():
+                dist.all_reduce(p)
+                p.div_(dist.get_world_size())
+
+
+def average(parts: Any, opt: Any) -> Iterable[Tensor]:
+    for _ in piped("1F1B", None, parts, _Averages(parts, opt)):
+        yield torch.zeros(())
+
+
+def compare_averaged() -> None:
+    options = {"grad_accumulation": MICRO_BATCHES, "pipeline_group": dist.group.WORLD}
+    same_as(fused, average, partial(parts_of, "1F1B"), [{**options, "k": 0.0}, {**options, "k": (1.0, 0.5)}])
+
+
+def test_a_loop_that_averages_weights_of_stages(two_ranks: RankGroup) -> None:
+    two_ranks.run(compare_averaged)
+
+
+def refuse_parameters() -> None:
+    with pytest.raises(UsageError, match="pass the stage's module"):
+        hytrain.AdamW(Stage(0, 2).parameters(), pipeline_group=dist.group.WORLD)
+
+
+def test_a_stages_parameters_are_refused_before_its_model_is_looked_for(two_ranks: RankGroup) -> None:
+    """That is a collective, in a forward whose result the other stages wait for."""
+    two_ranks.run(refuse_parameters)
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])

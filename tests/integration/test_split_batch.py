@@ -234,6 +234,30 @@ def test_what_cannot_be_split_or_joined_is_refused() -> None:
         blocks[0](x)
 
 
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_what_blocks_write_elsewhere_or_count_is_refused(checkpoint: bool) -> None:
+    """The model would see one part's, or none."""
+    blocks = nn.ModuleList(Block() for _ in range(2))
+    hytrain.split_batch(blocks, 2, checkpoint=checkpoint)
+    x, total = torch.randn(6, 8), torch.zeros(())
+    forwards: list[tuple[Any, tuple[Any, ...], str]] = [
+        (lambda x, losses: (losses.append(x.mean()), x)[1], ([],), "writes into what it is given"),
+        (lambda x, losses: (losses.update(aux=x.mean()), x)[1], ({},), "writes into what it is given"),
+        (lambda x, states: (states.__setitem__(0, x + 1), x)[1], ([x + 0],), "writes into what it is given"),
+        (lambda x, total: (total.add_(x.detach().mean()), x)[1], (total,), "writes into what it is given"),
+        (lambda x: (x, len(x)), (), "not split by the batch: int"),
+        (lambda x: (x, x.shape), (), "not split by the batch: Size"),
+        (lambda x: (x, x) if x[0, 0] == first else (x,), (), "other things for one part"),
+    ]
+    first = x[0, 0]
+    for forward, others, sentence in forwards:
+        blocks[0].forward = forward
+        with pytest.raises(UsageError, match=f"split_batch: Block .*{sentence}"):
+            blocks[0](x, *others)
+    blocks[0].forward = lambda x: (x, None, True, 0.0, "name")
+    assert blocks[0](x)[1:] == (None, True, 0.0, "name")
+
+
 def test_dropout_in_a_reentrant_checkpoint_is_the_same_in_backward() -> None:
     """Forward runs without gradients there, and backward computes the block again."""
     seen = list[Tensor]()

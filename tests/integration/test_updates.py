@@ -257,6 +257,18 @@ def drops_a_gradient(model: nn.Module, opt: Any, number: int) -> object:
 
 
 @loop("drops gradients")
+def drops_all_gradients(model: nn.Module, opt: Any, number: int) -> object:
+    """In the first step, and again later."""
+    loss = backward(model, number)
+    if number % 3 == 0:
+        for parameter in model.parameters():
+            parameter.grad = None
+    opt.step()
+    opt.zero_grad()
+    return loss
+
+
+@loop("drops gradients")
 def goes_on_after_an_exception(model: nn.Module, opt: Any, number: int) -> object:
     """In every second backward."""
     if number % 2:
@@ -830,6 +842,35 @@ def test_the_bits_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     places = [{"k": k, "accumulate_on": place} for k in (0.0, 0.5) for place in ("auto", "host", "device")]
     choices = [{"updates": "step", **place} for place in ({"k": 1.0}, *places, {"policy": "random"})]
     same_bits(run, make, *choices, {"updates": "auto"}, *([{"updates": "backward"}] if name == "plain" else []))
+
+
+def test_what_would_use_the_memory_of_a_gradient_that_was_consumed() -> None:
+    """It has none. torch would end the process."""
+    model = perceptron()
+    with adamw(model, updates="backward") as opt:
+        square_loss(model, 0).backward()
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            for use in (gradient.untyped_storage, gradient.storage, lambda: gradient.apply_(abs)):  # noqa: B023
+                with pytest.raises(UsageError, match="already consumed"):
+                    use()  # type: ignore[operator]
+        opt.step()
+        opt.synchronize()
+        model.share_memory()
+        assert all(parameter.is_shared() for parameter in model.parameters())
+        opt.zero_grad()
+        train(model, opt, range(1, 3), square_loss)
+
+
+def test_who_closes_before_the_step_hears_what_was_updated(caplog: pytest.LogCaptureFixture) -> None:
+    for updates in ("backward", "step"):
+        model = perceptron()
+        with adamw(model, updates=updates) as opt:
+            train(model, opt, range(2), square_loss)
+            square_loss(model, 2).backward()
+            caplog.clear()
+        assert ["is closed before step()" in line for line in caplog.messages] == [True] * (updates == "backward")
 
 
 def test_the_data_of_a_gradient_that_was_consumed_cannot_be_set() -> None:
