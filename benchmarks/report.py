@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -563,6 +565,42 @@ def in_parts(rows: Rows) -> str:
     return table(here.by("host", "commit", "shape", "label"), *col.HOST, *columns, *col.MEMORY)
 
 
+#: Steps at the end that are at rest, if any are; and the steps from the first on whose plans may still change.
+LAST_STEPS, FIRST_STEPS = 100, 30
+
+
+def at_rest(rows: Rows) -> str:
+    """After how many steps training is at rest, and what happens later."""
+
+    def usual_s(mine: Rows) -> float:
+        return statistics.median(mine.last("steps_s")[-LAST_STEPS:])
+
+    def reached(mine: Rows) -> str:
+        steps_s, usual = mine.last("steps_s"), usual_s(mine)
+        medians = (statistics.median(steps_s[index : index + 20]) for index in range(len(steps_s) - 19))
+        return str(next((index for index, median_s in enumerate(medians) if abs(median_s / usual - 1) < 0.03), MISSING))
+
+    def longer(mine: Rows) -> str:
+        return str(sum(step_s > 1.1 * usual_s(mine) for step_s in mine.last("steps_s")[FIRST_STEPS:]))
+
+    def plans(mine: Rows) -> str:
+        ks = (mine.last("ks") or [])[FIRST_STEPS:]
+        return str(sum(k != before for before, k in pairwise(ks))) if ks else MISSING
+
+    here = Rows(row for row in rows.where(part="rest") if row.get("steps_s"))
+    return table(
+        here.by("host", "commit", "system"),
+        *col.HOST,
+        col.SYSTEM,
+        ("cap", lambda mine: f"{mine.last('cap_gib'):g} GiB" if mine.last("cap_gib") else MISSING),
+        ("s/step, last 100", lambda mine: number(usual_s(mine), 4)),
+        ("its median within 3 % after steps", reached),
+        ("later than step 30: steps above 1.1 times that", longer),
+        ("other k", plans),
+        *col.MEMORY,
+    )
+
+
 def _capped(lines: Iterable[Rows]) -> str:
     tokens = ("tokens per step", lambda mine: f"{mine.last('batch')} x {mine.last('sequence')}")
     columns = (*CAPPED, tokens, *PLACED, col.STEP, col.PREDICTED)
@@ -634,6 +672,7 @@ TABLES: Final[dict[str, Callable[[Rows], str]]] = {
         growing,
         parked,
         in_parts,
+        at_rest,
     )
 }
 

@@ -483,6 +483,23 @@ def test_fine_tuning_has_the_same_loss_with_both_optimizers(tmp_path: Path) -> N
     assert len(ours["steps_s"]) == 3 and "error" not in ours
 
 
+# ---------------------------------------------------------------- at rest
+
+
+def test_steps_at_rest_are_counted() -> None:
+    """Plans end at step 12, and one comes later; a step of the first thirty is long, and two later ones."""
+    steps_s = [3.0] * 10 + [1.0] * 200
+    steps_s[20] = steps_s[50] = steps_s[90] = 1.2
+    told = {"at": "2026-01-01", "host": "h", "commit": "c", "system": "hytrain:auto", "cap_gib": 15.5}
+    row = {**told, "part": "rest", "steps_s": steps_s, "ks": [0.0] * 12 + [0.5] * 88 + [0.25] * 110}
+    other = {**told, "part": "rest", "system": "no-offload", "cap_gib": 0.0, "steps_s": [1.0] * 40}
+    cells = [line.split(" | ")[2:8] for line in report.at_rest(Rows([row, other])).splitlines()[2:]]
+    assert cells == [
+        ["hytrain:auto", "15.5 GiB", "1.0000", "2", "2", "1"],
+        ["no-offload", "–", "1.0000", "0", "0", "–"],
+    ]
+
+
 # ---------------------------------------------------------------- batches that grow
 
 

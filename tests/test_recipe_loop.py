@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -130,6 +131,17 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
     threads = torch.get_num_threads()
     yield Runs(tmp_path)
     torch.set_num_threads(threads)
+
+
+def test_what_there_is_before_the_first_step_is_not_looked_through_for_cycles(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_through, run_steps = list[int](), loop.run_steps
+    monkeypatch.setattr(
+        loop, "run_steps", lambda *args: (looked_through.append(len(gc.get_objects())), run_steps(*args))[1]
+    )
+    runs.train("run", "train.steps=4")
+    assert looked_through[0] < 1000 and gc.get_freeze_count() == 0
 
 
 def test_run_learns_and_records_every_step_once(runs: Runs) -> None:

@@ -7,9 +7,10 @@ It is an ordinary PyTorch loop. A signal ends it after a step, with a checkpoint
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -88,7 +89,7 @@ def train(
         Trackers(names, run_dir, recipe.run.name, told) as trackers,
     ):
         journal = Journal(task, opt, progress, History.read(run_dir / "metrics.jsonl", start), trackers)
-        with ending.after_a_step(), closing(Saver()) as saver:
+        with ending.after_a_step(), closing(Saver()) as saver, _little_to_look_through():
             steps = range(start, end)
             validation, saved = run_steps(task, opt, journal, progress, run_dir, steps, ending, saver, backward)
             processes = opt.processes()
@@ -111,6 +112,17 @@ def train(
         processes=tuple(processes),
         sample=report.continue_text(task, recipe.sample) if recipe.sample and saved is not None else None,
     )
+
+
+@contextmanager
+def _little_to_look_through() -> Iterator[None]:
+    """When Python looks for cycles, it leaves out what there is now: else a step in some dozens takes 0.2 s longer."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def run_steps(
