@@ -12,7 +12,7 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 from torch import Tensor
@@ -156,7 +156,13 @@ class Algorithm:
 
 def number(value: Any) -> Any:
     """The number that a tensor of one element has now, which torch takes in its place; all else as it is."""
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return _same(value.item()) if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+@lru_cache(maxsize=64, typed=True)
+def _same(value: Any) -> Any:
+    """One object for equal numbers: a hyperparameter that is another object was set anew."""
+    return value
 
 
 def is_number(value: Any) -> bool:

@@ -341,7 +341,7 @@ def test_schedulers(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_a_learning_rate_that_is_a_tensor(kind: str, tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_a_tensor(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Set in place by its owner or by a scheduler, and loaded: a copy is, which changes nothing that was saved."""
 
     def run(model: nn.Module, opt: Any) -> list[float]:
@@ -365,6 +365,7 @@ def test_a_learning_rate_that_is_a_tensor(kind: str, tmp_path: Path) -> None:
         return found
 
     models, results = [llama(), llama()], []
+    caplog.set_level("INFO", logger="hytrain.step.timing")
     for model, of in zip(models, (torch.optim, hytrain), strict=True):
         lr: Any = torch.tensor(1e-2)
         options: Any = {"fused": True} if of is torch.optim else {"k": 0.5}
@@ -374,6 +375,7 @@ def test_a_learning_rate_that_is_a_tensor(kind: str, tmp_path: Path) -> None:
             opt.close()
     assert results[0] == results[1]
     assert differing(weights(models[0]), weights(models[1])) == []
+    assert ["does nothing between backward and step()" in line for line in caplog.messages] == [True]
 
 
 @pytest.mark.parametrize("k", [0.0, 1.0])
