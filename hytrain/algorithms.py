@@ -85,13 +85,13 @@ class Algorithm:
     def hyper(self, group: Mapping[str, Any]) -> Hyper:
         """The hyperparameters of a group."""
         algorithm = self.of(group)
-        found = {**{name: number(group[name]) for name in algorithm.hyperparameters}, **algorithm.fixed}
+        found = {**{name: group[name] for name in algorithm.hyperparameters}, **algorithm.fixed}
         for name, parts in _PARTS.items():
             found.update(zip(parts, found.pop(name, ()), strict=False))
         if "adjust_lr_fn" in found:
             found["adjust"] = found.pop("adjust_lr_fn") or "original"
         kinds = {each.name: _KINDS[str(each.type)] for each in fields(algorithm.reads)}
-        return algorithm.reads(**{name: kinds[name](value) for name, value in found.items()})
+        return algorithm.reads(**{name: _as(kinds[name], value) for name, value in found.items()})
 
     def current(self, groups: Sequence[Mapping[str, Any]]) -> tuple[Hyper, ...]:
         """The hyperparameters that groups have now. Raises `UsageError` for some that cannot be."""
@@ -151,17 +151,21 @@ class Algorithm:
 
     def betas_fit(self, group: Mapping[str, Any]) -> bool:
         """Whether `betas`, if a group has them, can be."""
-        return not self.has_betas or all(0.0 <= float(beta) < 1.0 for beta in group["betas"])
+        return not self.has_betas or all(0.0 <= float(number(beta)) < 1.0 for beta in group["betas"])
 
 
 def number(value: Any) -> Any:
     """The number that a tensor of one element has now, which torch takes in its place; all else as it is."""
-    return _same(value.item()) if isinstance(value, Tensor) and value.numel() == 1 else value
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-@lru_cache(maxsize=64, typed=True)
+def _as(kind: Callable[[Any], Any], value: Any) -> Any:
+    """The value, or one object for all that come to the same: a hyperparameter that is another object was set anew."""
+    return value if type(value) is kind else _same(kind(number(value)))
+
+
+@lru_cache(maxsize=1024, typed=True)
 def _same(value: Any) -> Any:
-    """One object for equal numbers: a hyperparameter that is another object was set anew."""
     return value
 
 

@@ -25,6 +25,7 @@ STEPS = 20
 
 @pytest.fixture(autouse=True)
 def uncapped() -> Iterator[None]:
+    gc.collect()  # earlier tests' errors hold frames in cycles, which Python would free at any time
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
@@ -77,10 +78,8 @@ def begin_measuring() -> None:
 def requested_bytes() -> int:
     """Of torch's allocator, now. It may have allocated more: a block that is found is cut only if much is left.
 
-    What is free once streams have passed it counts until the allocator has looked, and an earlier test's error holds
-    its frames in cycles, which Python frees at any time.
+    What is free once streams have passed it counts until the allocator has looked.
     """
-    gc.collect()
     torch.cuda.empty_cache()
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 

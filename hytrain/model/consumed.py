@@ -118,7 +118,7 @@ class ConsumedGradient(torch.Tensor):
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         refuse(CONSUMED)
 
-    numpy = data_ptr = apply_ = __array__ = __dlpack__ = __reduce_ex__ = _refuse
+    numpy = data_ptr = apply_ = map2_ = __array__ = __dlpack__ = __reduce_ex__ = _refuse
 
     def share_memory_(self) -> Self:
         """It has none. `model.share_memory()` calls this."""

@@ -364,7 +364,7 @@ def attach(
             hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine.backward, known))
         before_use = BeforeUse(engine.uses)
         undo.callback(before_use.release)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if torch.distributed.is_available():
             undo.callback(collectives.watch(engine.uses))
         watched = {kind: watched_class(kind, before_use) for kind in {type(known.parameter) for known in parameters}}
         for known in parameters:

@@ -176,11 +176,9 @@ def _split(each: Any, batch: Tensor, sizes: list[int]) -> Sequence[Any]:
     return each.split(sizes) if _has_rows(each, batch) else [each] * len(sizes)
 
 
-def _tells(each: Any, rows: int) -> bool:
-    """Whether it may be a part's number of rows, or have it: the whole batch's is another one."""
-    if isinstance(each, torch.Size):
-        return rows in each
-    return not isinstance(each, bool) and isinstance(each, int | float) and each == rows
+def _counts(each: Any) -> bool:
+    """Whether it may be made of a part's number of rows: the whole batch's is another one."""
+    return isinstance(each, int | float | torch.Size) and not isinstance(each, bool) and bool(each)
 
 
 def _joined(made: list[Any], sizes: list[int], name: str) -> Any:
@@ -193,9 +191,7 @@ def _joined(made: list[Any], sizes: list[int], name: str) -> Any:
         is_vector = isinstance(parts[0], Tensor) and parts[0].dim() == 1
         if all(map(_has, parts, sizes)) and not (is_vector and len({*sizes}) == 1):  # of anything as long as a part
             joined.append(torch.cat(parts))
-        elif (
-            isinstance(parts[0], SHARED) and all(part == parts[0] for part in parts) and not _tells(parts[0], sizes[0])
-        ):
+        elif isinstance(parts[0], SHARED) and all(part == parts[0] for part in parts) and not _counts(parts[0]):
             joined.append(parts[0])
         else:
             what = (

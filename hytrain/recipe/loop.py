@@ -117,12 +117,14 @@ def train(
 @contextmanager
 def _little_to_look_through() -> Iterator[None]:
     """When Python looks for cycles, it leaves out what there is now: else a step in some dozens takes 0.2 s longer."""
+    is_ours = not gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if is_ours:
+            gc.unfreeze()
 
 
 def run_steps(

@@ -59,6 +59,12 @@ class Commit:
         self._overlap, self._is_stage = common.overlap, common.is_stage
         self._groups_seen: tuple[Hyper, ...] = ()  # at the end of a backward that began no updates
 
+    @property
+    def waits_for_step(self) -> bool:
+        """Whether updates have begun that become final in `step()` only, when the norm of all stages is known."""
+        waits = self._is_stage and self._overlap and self._verdicts.awaited
+        return waits and self._health.life.state is State.COMMITTED
+
     def end_sum(self) -> None:
         """A backward has ended that began no updates."""
         if self._accumulation.timing.learns:

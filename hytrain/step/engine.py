@@ -325,6 +325,8 @@ class Engine:
         step = self._health.life.step
         if not in_backward():
             self._health.require(Event.OUTSIDE)
+            if self._commit.waits_for_step:
+                raise UsageError("a stage's updates wait for the norm of all stages: call it after opt.step()")
         elif self.verdicts.awaited and any(layer.life.updated == step for layer in self._layers):
             raise UsageError("synchronize() in a backward whose updates wait for the norm: call it after opt.step()")
         self._health.check()
@@ -382,10 +384,12 @@ class Engine:
         failure = self._health.failure
         if isinstance(failure, ClusterError):
             _log.warning("updates may be lost, so go on from a checkpoint: %s", failure)
-        if failure is None and self._health.life.state is State.COMMITTED:
-            _log.warning("the optimizer is closed before step(): weights are updated already, and gradients are gone")
+        state, is_lost = self._health.life.state, self._commit.waits_for_step
+        if failure is None and state is State.COMMITTED:
+            what = "the last backward is lost" if is_lost else "weights are updated already, and gradients are gone"
+            _log.warning("the optimizer is closed before step(): %s", what)
         try:
-            if failure is None and self._health.life.state not in (*IN_BACKWARD, State.PARKED_WEIGHTS):
+            if failure is None and not is_lost and state not in (*IN_BACKWARD, State.PARKED_WEIGHTS):
                 self._end_last_step()
         finally:
             try:

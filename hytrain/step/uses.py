@@ -27,7 +27,7 @@ from hytrain.step.gradient import RoundTrip
 from hytrain.step.life import IN_BACKWARD, Event, State
 from hytrain.step.reads import Reads
 from hytrain.step.timing import SEEN
-from hytrain.tensors import distributed, is_distributed, local, version
+from hytrain.tensors import distributed, is_distributed, is_plain, local, version
 
 _USED_EARLY: Final = (
     "{} is used between backward and step(), but its update has already begun, which torch would make in step(): use "
@@ -73,7 +73,7 @@ class Uses:
         """The parameters of which some of these tensors show the memory. In backward, nobody may write them."""
         if in_backward():
             return []
-        memory = {local(tensor).untyped_storage()._cdata for tensor in tensors}
+        memory = {local(tensor).untyped_storage()._cdata for tensor in tensors if is_plain(tensor)}
         return [known.parameter for known in self._of.values() if known.own.untyped_storage()._cdata in memory]
 
     def around(self, tensor: Tensor) -> AbstractContextManager[Any]:

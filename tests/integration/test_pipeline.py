@@ -141,6 +141,27 @@ def test_a_loop_that_averages_weights_of_stages(two_ranks: RankGroup) -> None:
     two_ranks.run(compare_averaged)
 
 
+def end_before_the_step(k: float) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)])
+    options: Any = {"k": k, "max_grad_norm": 1.0, "updates": "backward", "pipeline_group": dist.group.WORLD}
+    opt = hytrain.AdamW(model, lr=LR, **options)
+    for step in range(3):
+        model(torch.randn(4, 8)).square().mean().backward()
+        if step < 2:
+            opt.step()
+            opt.zero_grad()
+    for use in (opt.synchronize, opt.state_dict, model.state_dict):
+        with pytest.raises(UsageError, match=r"norm of all stages: call it after opt\.step"):
+            use()
+    opt.close()
+
+
+@pytest.mark.parametrize("k", [0.0, 1.0])
+def test_nobody_waits_for_a_norm_that_does_not_come(k: float, two_ranks: RankGroup) -> None:
+    two_ranks.run(end_before_the_step, k)
+
+
 def refuse_parameters() -> None:
     with pytest.raises(UsageError, match="pass the stage's module"):
         hytrain.AdamW(Stage(0, 2).parameters(), pipeline_group=dist.group.WORLD)

@@ -862,6 +862,14 @@ def test_what_would_use_the_memory_of_a_gradient_that_was_consumed() -> None:
         train(model, opt, range(1, 3), square_loss)
 
 
+@pytest.mark.parametrize("given", [{"weight_decay": 0}, {"betas": (torch.tensor(0.9), torch.tensor(0.99))}], ids=str)
+def test_numbers_that_are_no_floats_are_not_set_anew(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    model = perceptron()
+    with caplog.at_level("INFO", logger="hytrain.step.timing"), adamw(model, **given) as opt:
+        train(model, opt, range(4), square_loss)
+    assert ["does nothing between backward and step()" in line for line in caplog.messages] == [True]
+
+
 def test_who_closes_before_the_step_hears_what_was_updated(caplog: pytest.LogCaptureFixture) -> None:
     for updates in ("backward", "step"):
         model = perceptron()
