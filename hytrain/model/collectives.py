@@ -4,7 +4,7 @@
                                                                 └─ one more version of the parameter ─▶ `masters`
 
 Autograd counts what other operators write, but not what collectives do. So these are followed on their way to their own
-kernels, once ranks train together. As with any use of a parameter, who got at its memory has waited for its update.
+kernels, from the first optimizer on. As with any use of a parameter, who got at its memory has waited for its update.
 `hooks` watches the parameters of each model.
 """
 

@@ -43,7 +43,8 @@ def split_batch(model: nn.Module, parts: int, *, checkpoint: bool = False) -> No
     whole numbers for its tokens in dimension 1, or four dimensions, as masks do. Where something else is as large as
     the batch, nobody knows whether it has rows of it, and the block computes all at once: a bias of shape (heads,
     tokens, tokens) with as many heads, or a tensor with several rows for each of the batch. So it does in evaluation
-    mode. A batch that `parts` does not divide has a smaller last part. A block that returns a vector is refused.
+    mode. A batch that `parts` does not divide has a smaller last part. A block that returns a vector or
+    a number is refused, and so is one that writes into what it is given, or puts something into a list or dict of it.
     Whatever watches calls of a block, a hook for example, sees each part.
 
     With `checkpoint`, blocks keep only the inputs of their parts for backward, which computes the rest again, as
