@@ -640,6 +640,15 @@ def ranks_clipping(template: Job) -> list[Job]:
     return [_on_ranks(replace(base, clip=limit), system, step_s=1.1) for limit, system in jobs]
 
 
+def ranks_offloaded(template: Job) -> list[Job]:
+    """Weights in host memory, too: 7 B below 24 GiB a GPU, and 21 B, of which FSDP2 offloads everything."""
+    small, large = (replace(template, shape=shape) for shape in ("7b", "21b"))
+    below = replace(small, cap_gib=template.cap_gib or 24)
+    jobs = [(small, RESIDENT, 8, 1.1), (below, ROAMING, 8, 1.4)]
+    jobs += [(replace(large, cap_gib=LARGE_GIB), system, 4, 5.0) for system in (ROAMING, "fsdp2:cpu-offload")]
+    return [_on_ranks(base, system, step_s=step_s, batch=batch) for base, system, batch, step_s in jobs]
+
+
 def ranks_muon(template: Job) -> list[Job]:
     """Muon for the matrices of the blocks, which the ranks share, beside torch's Muon on FSDP2's shards."""
     base = _shaped(template, "3b")
@@ -706,7 +715,8 @@ def eight(template: Job) -> list[Job]:
 #: These take `--gpus` ranks.
 RANKED: Final = {
     each.__name__: each
-    for each in (ranks, ranks_clipping, ranks_muon, scaling, gpt2, context, pipeline, large, routed, eight)
+    for each in (ranks, ranks_clipping, ranks_offloaded, ranks_muon)
+    + (scaling, gpt2, context, pipeline, large, routed, eight)
 }
 PARTS: Final[dict[str, Callable[[Job], list[Job]]]] = {
     "main": _plain("no-offload", "forward-backward", AUTO, "hytrain:1", "hytrain:0"),

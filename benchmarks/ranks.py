@@ -124,7 +124,7 @@ def sharded(model: nn.Module, job: Job, **options: Any) -> nn.Module:
         fully_shard(block, mesh=mesh["data"], **options)
     fully_shard(model, mesh=mesh["data"], **options)
     if job.shape in ON_META:
-        materialize(model, job.device)
+        materialize(model, "cpu" if options.get("offload_policy") else job.device, job.device)
     return model
 
 
@@ -138,9 +138,9 @@ def context(job: Job) -> Any:
     return Context(init_device_mesh(job.device, over, mesh_dim_names=("data", "context"))["context"])
 
 
-def materialize(model: Any, device: str) -> None:
-    """Random weights for a Llama that was sharded on the meta device: each rank makes its shards."""
-    model.to_empty(device=device)
+def materialize(model: Any, shards: str, device: str) -> None:
+    """Random weights for a Llama that was sharded on the meta device: each rank makes its shards on device `shards`."""
+    model.to_empty(device=shards)
     with torch.device(device):  # its frequencies are no parameters
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
     torch.manual_seed(rank())

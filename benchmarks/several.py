@@ -9,7 +9,17 @@ from typing import Final
 from benchmarks import columns as col
 from benchmarks.columns import MISSING, computed, last, markdown, median, number, relative, share, table
 from benchmarks.goals import HEAD, Goal, Judge, judged, known
-from benchmarks.parts import ALWAYS_CLIPPED, AUTO, CLIP, LIMITS, MUON, NEVER_CLIPPED, RESIDENT, RESIDENT_MUON
+from benchmarks.parts import (
+    ALWAYS_CLIPPED,
+    AUTO,
+    CLIP,
+    LIMITS,
+    MUON,
+    NEVER_CLIPPED,
+    RESIDENT,
+    RESIDENT_MUON,
+    ROAMING,
+)
 from benchmarks.rows import Rows, ratio
 
 #: Limits for the gradients' norm. With any of them, what does not overlap takes the same time.
@@ -51,6 +61,21 @@ def with_muon(rows: Rows) -> tuple[str, bool]:
     return _beside(rows.of_part("ranks_muon"), MUON, RESIDENT_MUON, 1.05)
 
 
+def offloaded(rows: Rows) -> Rows:
+    """`ranks_offloaded`, with what several parts have in common."""
+    return rows.of_part("ranks_offloaded").beside(rows).where(part=("ranks_offloaded", "ranks"), clip=0.0, label="")
+
+
+def with_offloaded_weights(rows: Rows) -> tuple[str, bool]:
+    return _beside(offloaded(rows).where(shape="7b"), ROAMING, RESIDENT, 1.25)
+
+
+def with_pipeline(rows: Rows) -> tuple[str, bool]:
+    here = rows.of_part("pipeline").where(label="1f1b", ranks=2)
+    value = known(ratio(*(here.where(system=system).median("step_s") for system in (AUTO, "no-offload"))))
+    return f"{value:.3f}", value <= 1.03
+
+
 def _beside(here: Rows, ours: str, base: str, time_bar: float, memory_bar: float = float("inf")) -> tuple[str, bool]:
     time, memory = (known(here.ratio(ours, base, field=field)) for field in ("step_s", "gpu_peak_gb"))
     return f"{time:.3f} at {share(memory)}, {_gpus(here)}", time <= time_bar and memory <= memory_bar
@@ -87,6 +112,9 @@ GOALS: Final = (
     Goal("faster than DeepSpeed ZeRO-2 offload", "≥ 2.7 ×", faster_than("deepspeed-zero2", 2.7), each_host=True),
     Goal("faster than DeepSpeed ZeRO-3 offload", "≥ 3.7 ×", faster_than("deepspeed-zero3", 3.7), each_host=True),
     Goal("Muon: step / FSDP2 with torch's Muon and no offload", "≤ 1.05", with_muon, each_host=True),
+    Goal("7 B with offloaded weights, below 24 GiB: step / FSDP2 without offload", "≤ 1.25",
+         with_offloaded_weights, each_host=True),
+    Goal("pipeline of two stages, 1F1B: step / no offload", "≤ 1.03", with_pipeline, each_host=True),
     Goal("efficiency on several GPUs / FSDP2's own", "≥ 0.95", scales, each_host=True),
 )
 # fmt: on
@@ -207,6 +235,7 @@ MEASURED: Final = {
     "ranks-scaling": scaling,
     "ranks-gpt2": gpt2,
     "ranks-pipeline": on_each_host("no-offload", "pipeline"),
+    "ranks-offloaded": lambda rows: against(offloaded(rows).where(shape=("7b", "21b")), RESIDENT),
     "ranks-muon": on_each_host(RESIDENT_MUON, "ranks_muon"),
     "ranks-context": on_each_host(RESIDENT, "context"),
     "ranks-eight": on_each_host(RESIDENT, "eight", "large", "routed"),  # on as many GPUs as there are
