@@ -219,10 +219,11 @@ def test_what_is_left_of_host_memory_counts_from_the_same_margin(monkeypatch: py
     gpu = torch.device("cuda")
     free, shared, stated = host_free(None, gpu), host_free(None, gpu, ranks=2), host_free(50 * gib, gpu)
     assert free() == host_bound(None) == 95 * gib
+    assert shared() == host_bound(None, 2) == 46 * gib, "the second rank has processes, too"
     left = 15 * gib
-    assert (free(), shared(), stated()) == (10 * gib, 5 * gib, None)
+    assert (free(), shared(), stated()) == (10 * gib, 7 * gib // 2, None)
     left = 4 * gib
-    assert (free(), shared()) == (-gib, -gib // 2), "the margin is 5 GiB"
+    assert (free(), shared()) == (-gib, -2 * gib), "the margins are 5 and 8 GiB"
     assert host_free(None, torch.device("cpu"))() is None, "moving layers would free nothing"
 
 

@@ -30,8 +30,8 @@ from protocol.placement import CPU, GPU, VISIT
 
 #: GPU memory that is left to fragmentation and to what the libraries take for themselves.
 GPU_MARGIN: Final = 0.04
-#: Host memory that is left to the processes themselves and the libraries that they run, and to page tables. Without it
-#: the machine loads code from disk again and again.
+#: Host memory that is left to page tables; and to the processes of each rank, with the libraries that they run. Without
+#: it the machine loads code from disk again and again.
 HOST_MARGIN, HOST_MARGIN_BYTES = 0.02, 3 << 30
 #: Of what a process can have of the GPU's memory, for gradients and offloaded weights that wait for visits. Without
 #: any, backward waits.
@@ -302,13 +302,13 @@ def host_bound(limit: int | None, ranks: int = 1, shared: int = 0) -> int:
     Together they get what is stated, or what the machine has left now, less a margin and `shared`: what the GPU may
     take of the same memory. All ranks have to ask before the first one takes its part.
     """
-    left = beside_margin(available_bytes()) - shared if limit is None else limit
+    left = beside_margin(available_bytes(), ranks) - shared if limit is None else limit
     return max(left, 0) // ranks
 
 
-def beside_margin(available: int) -> int:
+def beside_margin(available: int, ranks: int = 1) -> int:
     """What planes may take of so many bytes of host memory; below 0 if the margin is more."""
-    return int((1.0 - HOST_MARGIN) * available) - HOST_MARGIN_BYTES
+    return int((1.0 - HOST_MARGIN) * available) - ranks * HOST_MARGIN_BYTES
 
 
 class HostRoom(NamedTuple):
@@ -329,5 +329,5 @@ def host_free(
     """
     if limit is not None or device.type == "cpu":
         return lambda: None
-    margin = available_bytes() - host_bound(None)
+    margin = available_bytes() - beside_margin(available_bytes(), ranks)
     return lambda: (available_bytes() - shared() - margin) // ranks

@@ -143,7 +143,7 @@ def pipe(part: Part) -> Callable[[Sequence[Any]], Tensor | None]:
             schedules[count] = kind(stage, count, loss_fn=loss_of, scale_grads=False)
         whole, losses = torch.cat([batch["tokens"] for batch in batches]).to(device), list[Tensor]()
         if part.is_first:
-            schedules[count].step(whole[:, :-1])
+            schedules[count].step(whole[:, :-1].contiguous())
             return None
         schedules[count].step(target=whole[:, 1:], losses=losses)
         return torch.stack(losses)
