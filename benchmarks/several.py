@@ -29,7 +29,7 @@ CLIPS: Final = (CLIP, LIMITS[NEVER_CLIPPED], LIMITS[ALWAYS_CLIPPED])
 def together(rows: Rows, part: str = "ranks") -> Rows:
     """This part's host, its shape, no label: on every number of GPUs, clipped or not."""
     here = rows.of_part(part)
-    return here.beside(rows).where(shape=here.last("shape"), label="")
+    return Rows(row for row in here.beside(rows).where(shape=here.last("shape"), label="") if not row.get("cap_gib"))
 
 
 def at_most_gpus(rows: Rows, clip: float | tuple[float, ...] = 0.0) -> Rows:
@@ -61,13 +61,15 @@ def with_muon(rows: Rows) -> tuple[str, bool]:
     return _beside(rows.of_part("ranks_muon"), MUON, RESIDENT_MUON, 1.05)
 
 
-def offloaded(rows: Rows) -> Rows:
-    """`ranks_offloaded`, with what several parts have in common."""
-    return rows.of_part("ranks_offloaded").beside(rows).where(part=("ranks_offloaded", "ranks"), clip=0.0, label="")
+def offloaded(rows: Rows, here: Rows) -> Rows:
+    """`ranks_offloaded` on one host, `here`, with what it has in common with `ranks`."""
+    found = here.beside(rows).where(part=("ranks_offloaded", "ranks"), clip=0.0)
+    return Rows(row for row in found if row["part"] == "ranks_offloaded" or row["system"] == RESIDENT)
 
 
 def with_offloaded_weights(rows: Rows) -> tuple[str, bool]:
-    return _beside(offloaded(rows).where(shape="7b"), ROAMING, RESIDENT, 1.25)
+    here = rows.of_part("ranks_offloaded").where(shape="7b")
+    return _beside(offloaded(rows, here).where(shape="7b"), ROAMING, RESIDENT, 1.25)
 
 
 def with_pipeline(rows: Rows) -> tuple[str, bool]:
@@ -144,6 +146,11 @@ def ranks(rows: Rows) -> str:
     """On each host, every system beside FSDP2 without offload, those that clip beside the one that clips."""
     everywhere = (at_most_gpus(one_host, (0.0, *CLIPS)) for one_host in rows.by_host())
     return against(newest_first(everywhere), RESIDENT)
+
+
+def with_offload(rows: Rows) -> str:
+    hosts = rows.where(part="ranks_offloaded").by_host()
+    return against(newest_first(offloaded(rows, here) for here in hosts), RESIDENT)
 
 
 def newest_first(hosts: Iterable[Rows]) -> Rows:
@@ -235,7 +242,7 @@ MEASURED: Final = {
     "ranks-scaling": scaling,
     "ranks-gpt2": gpt2,
     "ranks-pipeline": on_each_host("no-offload", "pipeline"),
-    "ranks-offloaded": lambda rows: against(offloaded(rows).where(shape=("7b", "21b")), RESIDENT),
+    "ranks-offloaded": with_offload,
     "ranks-muon": on_each_host(RESIDENT_MUON, "ranks_muon"),
     "ranks-context": on_each_host(RESIDENT, "context"),
     "ranks-eight": on_each_host(RESIDENT, "eight", "large", "routed"),  # on as many GPUs as there are
