@@ -318,7 +318,7 @@ QUOTED: Final[dict[str, list[Callable[[], str]]]] = {
         lambda: f"four H100, 7 B, against FSDP2 without offload {beside_fsdp2(4)}",
         batch_1,
         lambda: f"GPT-2 Large on two H200, batch 8, against FSDP2 without offload {gpt2(8)}",
-        lambda: f"a pipeline of two stages, on two machines {pipelines()}",
+        lambda: f"a pipeline of two stages, on three machines {pipelines()}",
         peers,
         lambda: (
             f"On four H100, 41 B parameters take {large('41b', 'step_s'):.2f} s per step, with "
