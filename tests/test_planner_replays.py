@@ -73,3 +73,26 @@ def test_k_rests_where_it_does_not_matter() -> None:
     assert first <= 8
     run.go(600)
     assert run.plans - first <= 2
+
+
+@pytest.mark.parametrize("shares", [0.0, slow(None)])
+def test_a_host_that_is_slow_for_a_few_steps_moves_nothing(shares: float | None) -> None:
+    """Where plans were judged anew every fourth step, layers went and came back: in 13 plans, with shares in 17."""
+    memory = None if shares == 0.0 else 0.4
+    slow_at_times = Replay(
+        memory=memory, shares=shares, cpu_rate=4.4e9, slowness=lambda step: 1.9 if 40 <= step % 50 < 44 else 1.0
+    )
+    run = Run(slow_at_times)
+    run.go(80)
+    settled = run.plans
+    run.go(300)
+    assert run.plans == settled
+
+
+def test_a_settled_plan_gives_way_to_commands() -> None:
+    run = Run(Replay(cpu_rate=4.4e9))
+    run.go(100)
+    before = run.real.k_of(run.places.gpu)
+    run.act(run.planning.command("objective", "gpu-memory")[1])
+    run.go(8)
+    assert run.real.k_of(run.places.gpu) < before

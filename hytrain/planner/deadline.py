@@ -193,7 +193,7 @@ def _if_it_pays(asked: Question, profile: Profile, target: Target) -> Target:
     price = f"would make a step {_longer(-gain_s)}, and cost {_ms(cost_s)} once"
     if lasting_s < gain_s:
         price += f"; when the CPU is {profile.cpu_slack:.0%} slower, as it was at times, {_longer(-lasting_s)}"
-    return _stay(profile, current, target, price)
+    return _never_tried(asked, profile) or _stay(profile, current, target, price)
 
 
 def _measured(asked: Question, profile: Profile, target: Target) -> Target:

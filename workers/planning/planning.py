@@ -30,6 +30,7 @@ from workers.planning.last import Last, LastPlan
 from workers.planning.measured import Evictions, Measured, Step
 from workers.planning.mode import Mode
 from workers.planning.room import Room, facts, sizes_of
+from workers.planning.steady import Steady
 from workers.planning.tried import Tried
 
 #: Why layers stay where they are, whatever they should do.
@@ -59,7 +60,7 @@ class Planning:
         self.measured = Measured(self._book)
         self._ledger = PlanLedger(Places((CPU.name,) * len(table.layers)))
         self.wishes, self.mode = Wishes(table), Mode(table, self._optimizer)
-        self.room, self._tried = Room(table, sizes), Tried()
+        self.room, self._tried, self._steady = Room(table, sizes), Tried(), Steady()
         self._shares = self._planned = (0.0, 0.0)  # those that are in effect, and those of the last plan
         self._offloaded: frozenset[int] = frozenset()  # as last reported
         self._uncalibrated = {self._trainer, self._optimizer}
@@ -155,6 +156,8 @@ class Planning:
             self._note_residual(usual)
         self._book.activation_bytes = report.activation_bytes  # which take their time on the link
         is_moving = report.moving or self._ledger.busy
+        if not is_moving and report.step_s is not None:
+            self._steady.note(report.step_s, self.measured.cpu_busy_s(report.step - 1) or 0.0)
         self.room.heed(report, is_warm=self.measured.is_warm(report.step), is_moving=is_moving)
         rests = not self._ledger.busy and self._rest is None
         kept = self._last.keeps(self._step, self.wishes, self.places, self._shares) if rests else []
@@ -167,6 +170,7 @@ class Planning:
         self.room.resize(sizes, places)
         self._facts = [facts(layer, self.table, sizes) for layer in self.table.layers]
         self._planned_at = None
+        self._steady.changed()
         self._book.begin_updates(in_step=in_step, layers=self._facts)
         self._tried.forget()
 
@@ -199,6 +203,9 @@ class Planning:
         if rest is not None:
             return self._propose(rest, self._step + 2)
         current, (visit, offload), now = self.places.gpu, self.wishes.shares, profile.split(self.places.gpu)
+        self.predicted_step_s = self._simulated_s(profile, current)
+        if self._is_steady(profile):
+            return []
         asked = Question(
             policy=self.wishes.policy,
             limits=self.room.limits,
@@ -215,11 +222,17 @@ class Planning:
             decision, commands = self.mode.decide(asked, profile)
         except Infeasible as error:
             return self._told(NO_PLAN, str(error))
-        self.predicted_step_s = self._simulated_s(profile, current)
         if not decision.changed:
             self.reason = decision.reason
             return commands
         return commands + self._propose(decision, self._step + 2)
+
+    def _is_steady(self, profile: Profile) -> bool:
+        """Whether the plan in effect was made for what is measured now, and fits."""
+        limits = self.room.limits
+        if self.wishes.policy != "deadline" or not limits.beside_visits(profile).allow(profile, self.places.gpu):
+            return False
+        return self._steady.lasts(limits.gpu_state_bytes or 0, limits.host_bytes or 0, 1 + self.mode.clipped)
 
     def _told(self, what: str, why: str) -> list[Command]:
         """Layers stay, for this reason: a note, unless the last attempt had it too."""
@@ -295,6 +308,7 @@ class Planning:
         self._shares = self._planned if as_planned else _shares(self._facts, applied.places)
         self._rest = self._rest if as_planned else None
         self._last.changed(applied.step)
+        self._steady.changed()
         self.moved += applied.moved
         if self.plan is not None and self.plan.plan_id == applied.plan_id:
             self._came = self.plan.reason
@@ -326,6 +340,7 @@ class Planning:
         self._since_eviction = self._ledger.next_id
         self._shares, self._rest, self._planned_at = _shares(self._facts, self.places), None, None
         self._last.changed(evicted.step)
+        self._steady.changed()
         self.measured.moved(evicted.step)
         self.room.evicted()
         self.reason = self._evicted.add(evicted)
@@ -340,6 +355,7 @@ class Planning:
         except ValueError as error:
             return m.CommandReply(ok=False, text=str(error)), []
         self._planned_at = self._rest = None
+        self._steady.changed()
         commands = self._change_threads(self.wishes.threads) if name == "threads" and self.wishes.threads else []
         commands += self._limit_memory(name) if name in self.wishes.limits else []
         return m.CommandReply(ok=True, text=f"{name}={value} from the next plan on"), commands
