@@ -67,7 +67,7 @@ SHAPES: Final = {
     "gpt2-large": Shape(1280, 5120, 36, 20, 50304),
 }
 #: No rank can hold these whole: they are built on the meta device, and each rank makes its shards.
-ON_META: Final = ("21b", "30b-experts", "41b")
+ON_META: Final = ("20b", "21b", "30b-experts", "41b")
 #: HyTrain as it is by default: the planner chooses k.
 AUTO: Final = "hytrain:auto"
 #: The same told when updates begin, and for a loop that clips by itself.
@@ -192,6 +192,11 @@ class Job:
     def length(self) -> int:
         """The tokens of a sequence: `sequence` are a rank's share of it."""
         return self.sequence * self.context
+
+    @property
+    def is_on_meta(self) -> bool:
+        """Whether the model is built without memory, and each rank makes its shards."""
+        return self.ranks > 0 and self.shape in ON_META
 
     @property
     def reads_text(self) -> bool:
@@ -641,8 +646,8 @@ def ranks_clipping(template: Job) -> list[Job]:
 
 
 def ranks_offloaded(template: Job) -> list[Job]:
-    """Weights in host memory, too: 7 B below 24 GiB a GPU, and 21 B, of which FSDP2 offloads everything."""
-    small, large = (replace(template, shape=shape) for shape in ("7b", "21b"))
+    """Weights in host memory, too: 7 B below 24 GiB a GPU, and 20 B, of which FSDP2 offloads everything."""
+    small, large = (replace(template, shape=shape) for shape in ("7b", "20b"))
     below = replace(small, cap_gib=template.cap_gib or 24)
     jobs = [(small, RESIDENT, 8, 1.1), (below, ROAMING, 8, 1.4)]
     jobs += [(replace(large, cap_gib=LARGE_GIB), system, 4, 5.0) for system in (ROAMING, "fsdp2:cpu-offload")]

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 
 from benchmarks import systems, text
-from benchmarks.parts import ON_META, Job
+from benchmarks.parts import Job
 from benchmarks.pipelines import MICRO_BATCHES, pipelined
 from benchmarks.systems import Pass, Running, Setting, System, forward_and_backward
 
@@ -123,7 +123,7 @@ def sharded(model: nn.Module, job: Job, **options: Any) -> nn.Module:
     for block in blocks:
         fully_shard(block, mesh=mesh["data"], **options)
     fully_shard(model, mesh=mesh["data"], **options)
-    if job.shape in ON_META:
+    if job.is_on_meta:
         materialize(model, "cpu" if options.get("offload_policy") else job.device, job.device)
     return model
 

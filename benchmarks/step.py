@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from benchmarks import graphs, idle, ranks, saving, text
 from benchmarks.host import gpu_peak_bytes, used_bytes
 from benchmarks.monitors import Monitors
-from benchmarks.parts import COMPILED, GRAPHED, IN_PARTS, KEPT, ON_META, SHAPES, WHOLE, Job, Segment
+from benchmarks.parts import COMPILED, GRAPHED, IN_PARTS, KEPT, SHAPES, WHOLE, Job, Segment
 from benchmarks.power import Power
 from benchmarks.rows import times_of
 from benchmarks.systems import SYSTEMS, Running, Setting, Training, Unavailable
@@ -158,7 +158,7 @@ def build_model(job: Job, dtype: str) -> nn.Module:
     )
 
     def make() -> nn.Module:
-        with torch.device("meta" if job.shape in ON_META else job.device):
+        with torch.device("meta" if job.is_on_meta else job.device):
             made: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
         return made
 
@@ -191,7 +191,7 @@ def is_deferred(job: Job) -> bool:
 
 def below_cap(model: nn.Module, job: Job) -> nn.Module:
     """The model in host memory, so that it can be larger than what torch may take of the GPU's from now on."""
-    model = model if is_deferred(job) or job.shape in ON_META else model.cpu()
+    model = model if is_deferred(job) or job.is_on_meta else model.cpu()
     if job.device == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory
