@@ -13,6 +13,7 @@ All systems share the model, the batches and the loss: same seed, same shapes, s
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -98,6 +99,8 @@ def rows(job: Job, run_dir: str) -> Iterator[dict[str, Any]]:
     running = system.build(model, Setting(option, job.clip, job.segments[0].batch, run_dir, job))
     start_s = round(time.perf_counter() - began_s, 2)
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    gc.collect()
+    gc.freeze()  # as docs/stalls.md says: otherwise Python has a longer step now and then, with any system
     facts = {"parameters": parameters, "model_s": model_s, "start_s": start_s, "versions": versions}
     for index, segment in enumerate(job.segments):
         row: dict[str, Any] = {"index": index, "batch": segment.batch, "label": segment.label, **facts}
