@@ -43,6 +43,7 @@ from hytrain.model.blueprint import Planned, Read, blueprints_of, converted
 from hytrain.model.layers import ModelLayer, find_blocks, split_layers
 from hytrain.model.lifecycle import LayerLife
 from hytrain.model.offloaded import load, offloadable_blocks, take_back, take_to
+from hytrain.model.parts import Loose
 from hytrain.model.rounds import rounds
 from hytrain.model.sharing import shared_out
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, TrainedSegment
@@ -243,6 +244,7 @@ class Build:
             shared=self._shared_matrices(),
             activations=activations,
             blocks=self.blocks,
+            loose=[gate for reader, gate in self.gates if isinstance(reader, Loose)],
             is_stage=site.stage is not None,
             lending=Lending(self.parameters, self.transfers, lambda of: Lender(of, **at, rank=rank).close),
             trace=TraceWriter(cluster.run_dir, link.address, EVERY_STEP if cluster.config.trace else NO_STEP),
@@ -367,7 +369,8 @@ def build_layers(
     """Build the trained layers and their parameters, with state of this `precision`. `rules[i]` updates group i.
 
     `before` are the parameters of the build that this replaces. `empty` are parameters that other ranks have shards of,
-    but this one none: they are in no layer.
+    but this one none: they are in no layer. The parameters are in the order of their group, if there is one: so the
+    norm of all gradients adds them up as torch does for the same parameters; else in the model's.
     """
     group_of = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
     owners: dict[int, TrainedParameter] = {}
@@ -389,6 +392,9 @@ def build_layers(
             owner.places.append((trained, index))
         built.append(trained)
     parameters = [*owners.values(), *(known(name, parameter) for name, parameter in empty)]
+    if len(groups) == 1:
+        place = {id(parameter): index for index, parameter in enumerate(groups[0])}
+        parameters.sort(key=lambda known: place[id(known.parameter)])
     _check_memory(parameters, before)
     return built, parameters
 

@@ -27,7 +27,7 @@ from torch.utils.weak import TensorWeakRef
 
 from hytrain.build import Build, Site
 from hytrain.checks import Groups, check_model
-from hytrain.errors import UnsupportedError, UsageError
+from hytrain.errors import HyTrainError, UnsupportedError, UsageError
 from hytrain.memory.arena import allow_descriptors
 from hytrain.memory.capacity import gpu_memory
 from hytrain.model import fsdp, hooks
@@ -331,6 +331,12 @@ class Session(Site):
             for known in self.parameters:
                 known.let_go()
 
+    def before_fork(self) -> None:
+        """Wait for all updates, unless a step is under way."""
+        with contextlib.suppress(HyTrainError):  # which the next call of this process tells
+            if os.getpid() == self._pid and not self._closed and self.engine.between_steps:
+                self.engine.synchronize()
+
     def end_in_child(self) -> None:
         if self.engine.end_in_child():
             self._unhook()
@@ -351,4 +357,11 @@ def _end_in_child() -> None:
         session.end_in_child()
 
 
-os.register_at_fork(after_in_child=_end_in_child)
+def _before_fork() -> None:
+    """A child gets the model as it is, so no update may be under way. Other threads than the main one cannot wait."""
+    if threading.current_thread() is threading.main_thread():
+        for session in list(_sessions):
+            session.before_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_end_in_child)

@@ -138,7 +138,7 @@ class StartedOptimizer(SavedOptimizer):
                 ranks = Ranks.of_job()
                 with ranks.together():
                     given = [*_parameters(self.param_groups)]
-                    self._model = joined(parts, given, in_order=len(self.param_groups) == 1)
+                    self._model = joined(parts, given)
                     self._check_model(ranks, self._model)
                     for group in self.param_groups:
                         self.algorithm.check(group)
@@ -248,12 +248,13 @@ class StartedOptimizer(SavedOptimizer):
                 "add_param_group has shards of a module that is no part of the model which HyTrain has found: give it "
                 "the whole model, hytrain.AdamW(model, param_groups=…)"
             )
-        return joined([root for root in roots(self._model) if not isinstance(root, Loose)], given, in_order=False)
+        return joined([root for root in roots(self._model) if not isinstance(root, Loose)], given)
 
     def _note_groups(self) -> None:
         """Remember what the groups are, to notice when the loop changes more than it may."""
         self._kept = [*_parameters(self.param_groups)]  # by nothing else
         self._groups.note()
+        self._no_state.parameters = self._kept
         self._no_state.planes = {
             id(parameter): plane_dtypes(parameter, rule, self._options.precision)
             for group, rule in zip(self.param_groups, self._groups.rules, strict=True)

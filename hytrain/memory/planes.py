@@ -92,7 +92,8 @@ class ArenaPlanes:
         """One segment of a state plane."""
         bank = bank_plane(plane, self.banks[index])
         if (bank, index) not in self._parts:
-            self._parts[bank, index] = self._view(self.file.layout.handles[bank][index])
+            with torch.inference_mode(False):  # for a loop that reads state where others may not write
+                self._parts[bank, index] = self._view(self.file.layout.handles[bank][index])
         return self._parts[bank, index]
 
     def drop_gradients(self) -> None:

@@ -9,7 +9,7 @@ or a gradient scaler.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
 from typing import Any, ClassVar, Final, NoReturn, Self
 
 import torch
@@ -164,8 +164,8 @@ def _only_reads(func: Any, args: Any, kwargs: Any, kind: type) -> bool:
 
 
 NO_STATE: Final = (
-    "opt.state is empty, because HyTrain keeps moments in memory of its own: read them with opt.state_dict(), change "
-    "them with opt.load_state_dict(), reset them by making the optimizer anew, and keep your own entries in a "
+    "opt.state has no values, because HyTrain keeps moments in memory of its own: read them with opt.state_dict(), "
+    "change them with opt.load_state_dict(), reset them by making the optimizer anew, and keep your own entries in a "
     "dictionary of your own"
 )
 
@@ -187,12 +187,14 @@ class NoEntry:
 
 
 class NoState(defaultdict[torch.Tensor, Any]):
-    """The value of `opt.state`: empty. Writing an entry raises, and so does reading it.
+    """The value of `opt.state`: an entry for each trained parameter. Reading or writing one of its values raises.
 
-    Each trained parameter is `in` it: else who looks there for what to load, as torchtitan does, would load nothing.
-    `planes` is the state of each parameter, by its identity. `was_asked`: somebody wants the state to exist.
+    So who looks there for what to load, as torchtitan does, finds all that is trained; and who resets moments in a loop
+    does not reset none of them in silence. `parameters` are all of the groups'; `planes` is the state of each one, by
+    its identity. `was_asked`: somebody wants the state to exist.
     """
 
+    parameters: Sequence[torch.Tensor] = ()
     planes: Mapping[int, Iterable[str]] = {}
     was_asked = False
 
@@ -207,4 +209,26 @@ class NoState(defaultdict[torch.Tensor, Any]):
     def __missing__(self, parameter: torch.Tensor) -> NoEntry:
         return NoEntry(self.planes.get(id(parameter), ()))
 
-    __setitem__ = __delitem__ = clear = pop = popitem = update = setdefault = _refuse
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (parameter for parameter in self.parameters if parameter in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        return self[parameter] if parameter in self else default
+
+    def __setitem__(self, parameter: torch.Tensor, entry: Any) -> None:
+        if not isinstance(entry, NoEntry):  # as Lightning puts back what it has moved to another device
+            _refuse()
+
+    def keys(self) -> KeysView[torch.Tensor]:  # type: ignore[override]
+        return KeysView(self)
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        return ValuesView(self)
+
+    def items(self) -> ItemsView[torch.Tensor, Any]:  # type: ignore[override]
+        return ItemsView(self)
+
+    __delitem__ = clear = pop = popitem = update = setdefault = _refuse

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import itemgetter
 
 from torch import Tensor, nn
 
@@ -42,21 +41,11 @@ class Loose(nn.Module):
         self._parameters.update((f"loose_{index}", parameter) for index, parameter in enumerate(parameters))  # type: ignore[misc]
 
 
-def joined(parts: Sequence[nn.Module], parameters: Sequence[Tensor], *, in_order: bool = True) -> nn.Module:
-    """The model that has these parts, and those of these parameters that no part has.
-
-    With `in_order`, they come in the parameters' order: so the norm of all gradients adds them up as torch does for the
-    same parameters. Otherwise in the parts' order. A parameter of several parts is the first one's.
-    """
+def joined(parts: Sequence[nn.Module], parameters: Sequence[Tensor]) -> nn.Module:
+    """The model that has these parts, and those of these parameters that no part has."""
     inside = {id(parameter) for part in parts for parameter in part.parameters()}
     loose = [parameter for parameter in parameters if id(parameter) not in inside]
     found = [*parts, *([Loose(loose)] if loose else [])]
-    if in_order:
-        place, first = {id(parameter): index for index, parameter in enumerate(parameters)}, list[int]()
-        for part in found:
-            own = [place.pop(id(parameter), len(parameters)) for parameter in part.parameters()]
-            first.append(min(own, default=len(parameters)))
-        found = [part for _, part in sorted(zip(first, found, strict=True), key=itemgetter(0))]
     return found[0] if len(found) == 1 and not loose else Parts(found)
 
 

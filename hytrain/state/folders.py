@@ -16,6 +16,7 @@ that all of them see.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import shutil
@@ -49,7 +50,7 @@ from hytrain.state.dicts import (
     scatter,
     tell_of_conversion,
 )
-from hytrain.state.index import FORMAT, INDEX, Index, Scale
+from hytrain.state.index import FORMAT, INDEX, Index, Scale, as_text
 from hytrain.state.locks import locked
 from hytrain.state.shards import Array, Arrays, Shards
 from hytrain.state.tensor_file import await_devices
@@ -60,6 +61,7 @@ from protocol.rules import MOMENT_PLANES
 #: The folder of a save.
 FOLDER: Final = re.compile(r"state-[0-9a-f]{16}")
 SHARD: Final = ".safetensors"
+_log = logging.getLogger(__name__)
 #: The dtypes of moments in files, which are read as each other.
 MOMENTS: Final = {torch.float32, torch.bfloat16}
 
@@ -143,10 +145,7 @@ def save(folder: Path, state: OptimizerState, *, steps: int, memory: GpuMemory |
         save=own.name,
         steps=steps,
         algorithm=resting.algorithm.name,
-        param_groups=[
-            {key: _plain(value) for key, value in hyper(group, resting.algorithm.of(group)).items()}
-            for group in state.groups
-        ],
+        param_groups=[_plain(hyper(group, resting.algorithm.of(group))) for group in state.groups],
         step_of=step_of,
         resting=rested,
         loss_scale=None if state.loss_scale is None else Scale.model_validate(state.loss_scale.state()),
@@ -158,11 +157,28 @@ def save(folder: Path, state: OptimizerState, *, steps: int, memory: GpuMemory |
     return saved
 
 
+def load_groups(folder: Path, into: OptimizerState) -> str:
+    """Load the hyperparameters of what `save` wrote, and return which save that is. Raises `ConfigError` as `load`."""
+    with Ranks.of_job().together():
+        try:
+            sealed = manifest.sealed(folder)
+        except ConfigError as error:
+            raise ConfigError(f"no optimizer state in {folder}: {error}") from None
+        _, index = _index(folder, sealed, into)
+    _take_groups(into, index)
+    return index.save
+
+
 def load(
-    folder: Path, into: OptimizerState, named: dict[str, nn.Parameter], when_checked: Callable[[], None] = lambda: None
+    folder: Path,
+    into: OptimizerState,
+    named: dict[str, nn.Parameter],
+    when_checked: Callable[[], None] = lambda: None,
+    begun: str | None = None,
 ) -> int:
     """Load what `save` wrote and return the number of steps. `when_checked` is called before the first change.
 
+    `begun`: the save of which `load_groups` has loaded the hyperparameters, which may be others by now.
     Raises `ConfigError` on all ranks, before anything is changed, if the state is missing, damaged or of another model.
     What others save meanwhile is not read.
     """
@@ -177,8 +193,11 @@ def load(
         names, all_names = (set[str]().union(*sets) for sets in zip(*everyones, strict=True))
         with ranks.together():
             index, saved = _opened(folder, sealed, into, names, all_names)
+            if begun not in (None, index.save):
+                raise ConfigError(f"another state was saved in {folder} since opt.load was called: call it again")
             rules, arrays = rules_of(into.groups, resting.algorithm), _trained(into.parameters, precision)
-            entries = {name: {"step": index.resting[name]} for name in sorted(index.resting.keys() & found.keys())}
+            rested = sorted(index.counts.keys() & found.keys() - names)
+            entries = {name: {"step": index.counts[name]} for name in rested}
             for name, entry in entries.items():
                 arrays |= _room(name, found[name], rules[id(found[name])], precision, saved, entry)
             has_masters = index.master_dtype == "float32"
@@ -199,11 +218,10 @@ def load(
         resting.clear()
         for name, entry in entries.items():
             resting.load(name, found[name], rules[id(found[name])], entry)
-    for place, other in enumerate(index.param_groups):
-        group, numbers = into.groups[place], hyper(other, resting.algorithm.of(other)).items()
-        into.groups[place] = {**group, **{key: _like(group.get(key), value) for key, value in numbers}}
+    if begun is None:
+        _take_groups(into, index)
     for known in into.parameters:
-        known.restore(index.step_of[clean(known.name)])
+        known.restore(index.counts[clean(known.name)])
     if into.loss_scale is not None:
         into.loss_scale.load(None if index.loss_scale is None else index.loss_scale.model_dump())
     return index.steps
@@ -212,20 +230,18 @@ def load(
 def _opened(
     folder: Path, sealed: Sequence[Path], into: OptimizerState, names: set[str], all_names: set[str]
 ) -> tuple[Index, Shards]:
-    """The save in `folder`, whose index fits: it has the parameters `names`, and none that are not in `all_names`."""
-    indices = [path for path in sealed if path.name == INDEX and FOLDER.fullmatch(path.parent.name)]
-    if len(indices) != 1:
-        raise ConfigError(f"no optimizer state in {folder}: {len(indices)} files {INDEX} are in {manifest.SUMS}")
-    slot, algorithm = indices[0].parent, into.resting.algorithm
-    index = Index.read(indices[0], into.groups, algorithm)
-    if others := index.step_of.keys() ^ names:
+    """The save in `folder`, whose index fits: it has the parameters `names`, and none that are not in `all_names`.
+
+    Some may be trained now that were frozen then, or the other way round.
+    """
+    slot, index = _index(folder, sealed, into)
+    if lacking := names - index.counts.keys():
         raise ConfigError(
-            f"the optimizer state in {folder} is of another model, or {min(others)} was frozen in one of the two "
-            "and is not in the other: freeze the same parameters, or use state_dict() and load_state_dict()"
+            f"the optimizer state in {folder} is of another model, or {min(lacking)} was never trained there: freeze "
+            "it, or use state_dict() and load_state_dict()"
         )
-    if unknown := index.resting.keys() - all_names:
+    if unknown := index.counts.keys() - all_names:
         raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
-    check_groups(into.groups, index.param_groups, algorithm)
     try:
         return index, Shards(
             slot, [path for path in sealed if path.parent == slot and path.suffix == SHARD], index.save
@@ -234,6 +250,22 @@ def _opened(
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"the optimizer state in {folder} is not whole: {error}") from None
+
+
+def _index(folder: Path, sealed: Sequence[Path], into: OptimizerState) -> tuple[Path, Index]:
+    """The folder of the save, and its index, which has groups like these."""
+    indices = [path for path in sealed if path.name == INDEX and FOLDER.fullmatch(path.parent.name)]
+    if len(indices) != 1:
+        raise ConfigError(f"no optimizer state in {folder}: {len(indices)} files {INDEX} are in {manifest.SUMS}")
+    index = Index.read(indices[0], into.groups, into.resting.algorithm)
+    check_groups(into.groups, index.param_groups, into.resting.algorithm)
+    return indices[0].parent, index
+
+
+def _take_groups(into: OptimizerState, index: Index) -> None:
+    for place, other in enumerate(index.param_groups):
+        group, numbers = into.groups[place], hyper(other, into.resting.algorithm.of(other)).items()
+        into.groups[place] = {**group, **{key: _like(group.get(key), value) for key, value in numbers}}
 
 
 def _room(
@@ -281,15 +313,24 @@ def _made(folder: Path, lock: ExitStack) -> Path:
             return own
 
 
-def _plain(value: Any) -> Any:
-    """A hyperparameter without tensors, for JSON."""
-    return [number(each) for each in value] if isinstance(value, tuple | list) else number(value)
+def _plain(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters without tensors, for JSON; and without what somebody has put there that has none."""
+    found = dict[str, Any]()
+    for key, value in group.items():
+        plain = [number(each) for each in value] if isinstance(value, tuple | list) else number(value)
+        try:
+            as_text(plain)
+        except (TypeError, ValueError):
+            _log.warning("%r of a parameter group is not saved: %s has no place in JSON", key, type(value).__name__)
+        else:
+            found[key] = plain
+    return found
 
 
 def _like(before: Any, value: Any) -> Any:
     """A hyperparameter out of JSON: a tensor where a tensor was `before`."""
     if isinstance(value, list):
-        return tuple(value)
+        return value if isinstance(before, list) else tuple(value)
     return torch.full_like(before, value) if isinstance(before, Tensor) else value
 
 

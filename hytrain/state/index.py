@@ -30,6 +30,11 @@ FORMAT: Final = 3
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
+def as_text(value: Any) -> str:
+    """JSON. A scheduler's numbers may be numpy's."""
+    return json.dumps(value, indent=1, default=float)
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -55,8 +60,13 @@ class Index(_Part):
     state_dtype: str = Field(pattern=f"^({'|'.join(STATE_DTYPES)})$")
     master_dtype: str = Field(pattern=f"^({'|'.join(MASTER_DTYPES)})$")
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """The updates of each parameter that has state."""
+        return {**self.step_of, **self.resting}
+
     def text(self) -> str:
-        return json.dumps(self.model_dump(), indent=1, default=float)  # a scheduler's numbers may be numpy's
+        return as_text(self.model_dump())
 
     @classmethod
     def read(cls, path: Path, groups: Sequence[dict[str, Any]], algorithm: Algorithm) -> Index:

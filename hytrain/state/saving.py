@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
 class SavedOptimizer(torch.optim.Optimizer):
     """The state of an optimizer: what torch, Accelerate and users read, save and load of it.
 
-    Before its session starts, state that is loaded rests, with the number of its steps and its loss scale in `_loaded`,
-    or is in `_folder`. `_logs` is what the loop has logged by then.
+    Before its session starts, state that is loaded rests, with the number of its steps and its loss scale in `_loaded`;
+    or it is in `_folder`, in the save of that name, and the groups have its hyperparameters. `_logs` is what the loop
+    has logged by then.
     """
 
     _model: nn.Module | None
@@ -39,7 +42,7 @@ class SavedOptimizer(torch.optim.Optimizer):
 
     _saver: Saver
     _loaded: tuple[int, dict[str, Any] | None] | None
-    _folder: str | Path | None
+    _folder: tuple[Path, str] | None
     _logs: list[tuple[int, dict[str, float]]]
 
     @property
@@ -92,7 +95,9 @@ class SavedOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         into = self._state("opt.load_state_dict()")
-        dicts.load_state_dict(state_dict, into, self._named(state_dict["param_groups"]), self._import_for_loading)
+        with ExitStack() as whole:
+            when_checked = partial(self._import_for_loading, whole)
+            dicts.load_state_dict(state_dict, into, self._named(state_dict["param_groups"]), when_checked)
         counts = map(dicts.count_of, state_dict["state"].values())
         steps = state_dict.get("steps", max(counts, default=0))
         if self._started is None:
@@ -103,11 +108,15 @@ class SavedOptimizer(torch.optim.Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _import_for_loading(self) -> None:
-        """Called before state is overwritten. Keeps remainders: what is loaded may be a view of the current state."""
+    def _import_for_loading(self, whole: ExitStack) -> None:
+        """Called before state is overwritten, which ends training if it fails half-way: `whole` lasts as long.
+
+        Keeps remainders: what is loaded may be a view of the current state.
+        """
         if self._started is not None:
             self._engine.import_weights(keep_remainder=True)
             self._engine.expose_state()
+            whole.enter_context(self._engine.undivided("loading"))
 
     def _named(self, labels: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
         """All names of the model's parameters. Before it is found, what a state calls them in torch's order."""
@@ -134,11 +143,12 @@ class SavedOptimizer(torch.optim.Optimizer):
         if self._loaded is not None:
             self._session.begin_with(*self._loaded)
         if self._folder is not None:
-            self.load(self._folder)
+            folder, begun = self._folder
+            self._load(folder, begun)
 
     @property  # type: ignore[override]
     def state(self) -> NoState:
-        """Always empty, but true; see `state_dict`. Reading or writing an entry raises `UsageError`."""
+        """An entry for each trained parameter; see `state_dict`. Reading or writing a value raises `UsageError`."""
         return self._no_state
 
     @state.setter
@@ -179,7 +189,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         """Write the state into files."""
         self._saver.wait()
         self._engine.import_written()
-        return folders.save(Path(folder), self._state(asked), steps=self._engine.steps, memory=memory)
+        return folders.save(Path(folder).absolute(), self._state(asked), steps=self._engine.steps, memory=memory)
 
     def load(self, folder: str | Path) -> None:
         """Read what `save` wrote, on any number of ranks. Load the model's weights yourself, before or after.
@@ -191,9 +201,16 @@ class SavedOptimizer(torch.optim.Optimizer):
             UsageError: Called between backward and `step()`.
         """
         self._saver.wait()
+        folder = Path(folder).absolute()
         if self._model is None:
-            self._folder, self._loaded = folder, None
+            self._folder = folder, folders.load_groups(folder, self._state("opt.load()"))
+            self._loaded = None
             self._resting.clear()
             return
-        named = dict(self._model.named_parameters())
-        self._session.restored(folders.load(Path(folder), self._state("opt.load()"), named, self._import_for_loading))
+        self._load(folder)
+
+    def _load(self, folder: Path, begun: str | None = None) -> None:
+        assert self._model is not None, "it was found"
+        named, into = dict(self._model.named_parameters()), self._state("opt.load()")
+        with ExitStack() as whole:
+            self._session.restored(folders.load(folder, into, named, partial(self._import_for_loading, whole), begun))

@@ -244,6 +244,8 @@ class Backward:
         self._reads.synchronize()
         for parameter in given:
             assert parameter.parameter.grad is not None
+            if parameter.parameter.grad.requires_grad:  # its values are the step's
+                parameter.parameter.grad = parameter.parameter.grad.detach()
             if sentence := _why_not(parameter, parameter.parameter.grad):
                 raise UsageError(sentence)
         with self._accumulation.held():
@@ -302,5 +304,8 @@ def _why_not(parameter: TrainedParameter, gradient: Tensor) -> str | None:
     if gradient.layout is not torch.strided:
         return f"the gradient of {parameter.name} is sparse: use sparse=False in its embedding"
     if gradient.requires_grad:
-        return "backward(create_graph=True) needs gradients that HyTrain has consumed"
+        return (
+            "backward(create_graph=True) needs gradients that HyTrain consumes: take them with "
+            "torch.autograd.grad(loss, parameters, create_graph=True)"
+        )
     return None

@@ -15,7 +15,7 @@ has been waited for. The gradient of a parameter for which this is not so may co
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -61,11 +61,13 @@ _NOT_GATHERED: Final = (
 class Reads:
     """The modules of one model that read. `root` is the gate of parameters that no other module covers.
 
-    `_hoisted`: the gates of modules inside compiled code, for which the whole model waits. `_in_root`: it computes.
+    `loose`: of parameters that no module has which was called. They may be read where nobody waits (in `torch.func`),
+    so `step()` does. `_hoisted`: the gates of modules inside compiled code, for which the whole model waits.
+    `_in_root`: it computes.
     """
 
-    def __init__(self, common: Common, trip: RoundTrip, blocks: Blocks) -> None:
-        self.root = Gate()
+    def __init__(self, common: Common, trip: RoundTrip, blocks: Blocks, loose: Sequence[Gate]) -> None:
+        self.root, self.loose = Gate(), loose
         self._layers, self._parameters = common.layers, common.parameters
         self._health, self._meter = common.health, common.meter
         self._trip, self._offload, self._blocks, self._visits = trip, common.offload, blocks, common.visits
@@ -236,6 +238,15 @@ class Reads:
     def refuse_again(self, layer: TrainedLayer) -> None:
         cure = REENTRANT if inside_reentrant_checkpoint() else ""
         self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it{cure}")
+
+    def end_step(self) -> None:
+        """Wait for what may be read where nobody waits."""
+        if self.is_traced:
+            self.synchronize()
+        for gate in self.loose:
+            for layer in gate.layers:
+                self._trip.wait_for(layer, on_host=True)
+            self.mark_awaited(gate.parameters, inside=in_backward())
 
     def synchronize(self) -> None:
         """Return once every update has landed in the parameters, on the host (I6)."""

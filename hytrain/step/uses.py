@@ -130,7 +130,7 @@ class Uses:
             self._health.require(Event.OUTSIDE)
         if life.state in IN_BACKWARD:
             self._health.end_dropped(0.0)
-        if life.state is State.SUMMED:
+        if life.state is State.SUMMED or (life.state is State.SUMMING and known.backward == life.backward):
             self._health.timing.saw(SEEN[Event.OUTSIDE])
         if known.step != life.step:
             return True
@@ -140,7 +140,7 @@ class Uses:
                 return False
             refuse(
                 f"{known.name} is used while backward runs, which has updated it already: use it before, or after "
-                "opt.step()"
+                'opt.step(), or pass updates="step"'
             )
         if self._overlap and not cleans_up:
             raise UsageError(_USED_EARLY.format(known.name))

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
 import pytest
@@ -18,6 +19,7 @@ from helpers import (
     Reference,
     adamw,
     differing,
+    late_weights,
     process,
     same_as_torch,
     same_bits,
@@ -236,7 +238,24 @@ def test_a_forked_child_has_an_ordinary_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_gets_the_last_steps_weights() -> None:
+    """A fork waits for updates that are under way."""
+    model, expected = perceptron(), perceptron()
+    train(expected, Reference(expected, lr=LR), range(2), square_loss)
+    with late_weights(), adamw(model, k=0.0) as opt:
+        train(model, opt, range(2), square_loss)
+
+        def evaluate() -> None:
+            assert torch.equal(model(vectors(0)), expected(vectors(0)))
+            assert differing(weights(model), weights(expected)) == []
+
+        in_a_fork(evaluate)
+        opt.synchronize()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_child_forked_amid_updates_is_told_so_at_once() -> None:
+    """By another thread, which does not wait for them."""
     model = perceptron()
     with adamw(model, k=0.0) as opt:
         train(model, opt, range(2), square_loss)
@@ -250,7 +269,8 @@ def test_a_child_forked_amid_updates_is_told_so_at_once() -> None:
                 with pytest.raises(UsageError, match=r"synchronize\(\) before forking"):
                     read()
 
-        in_a_fork(read)
+        with ThreadPoolExecutor() as thread:
+            thread.submit(in_a_fork, read).result()
         process(opt, "optimizer").resume()
         opt.synchronize()
 

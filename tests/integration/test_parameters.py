@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import random
 import threading
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import pytest
 import sharded_models
 import test_fsdp2
 import torch
-from helpers import LR, adamw, differing, same, saved_and_loaded, seed, state, train, train_until, weights
+from helpers import LR, adamw, differing, late_weights, same, saved_and_loaded, seed, state, train, train_until, weights
 from ranks import RankGroup
 from small_models import in_parts, perceptron, square_loss, vectors
 from torch import Tensor, nn
@@ -344,18 +345,43 @@ def by_hand(model: nn.Module, opt: Any) -> object:
     return STEPS
 
 
-def functional(model: nn.Module, opt: Any) -> object:
+def functional(model: nn.Module, opt: Any, detached: bool = True) -> object:
     losses = []
     for step in range(STEPS):
         own = dict(model.named_parameters())
         loss, found = torch.func.grad_and_value(
             lambda given, step=step: torch.func.functional_call(model, given, (vectors(step),)).square().mean()
-        )({name: parameter.detach() for name, parameter in own.items()})[::-1]
+        )({name: parameter.detach() if detached else parameter for name, parameter in own.items()})[::-1]
         for name, parameter in own.items():
             parameter.grad = found[name]
         opt.step()
         opt.zero_grad()
         losses.append(loss.item())
+    return losses
+
+
+def stacked(kind: Any, model: Any) -> Any:
+    """Three of them as one, of which no module has the parameters."""
+    models = [perceptron() for _ in range(3)]
+    for number, each in enumerate(models):
+        nn.init.constant_(each[0][0].weight, 0.1 * number)
+    model.stack, model.rest = torch.func.stack_module_state(models)
+    return kind([*model.stack.values()], LR)
+
+
+def ensemble(model: Any, opt: Any) -> object:
+    """Trained, and then evaluated, all at once."""
+
+    def called(own: Any, rest: Any, x: Tensor) -> Any:
+        return torch.func.functional_call(model, (own, rest), (x,))
+
+    losses = []
+    for step in range(STEPS):
+        torch.func.vmap(called, (0, 0, None))(model.stack, model.rest, vectors(step)).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        with torch.no_grad():
+            losses.append(torch.func.vmap(called, (0, 0, None))(model.stack, model.rest, vectors(9)).sum().item())
     return losses
 
 
@@ -367,11 +393,28 @@ def functional(model: nn.Module, opt: Any) -> object:
         (with_loose_ones, temperature),
         (by_hand, by_default),
         (functional, by_default),
+        (partial(functional, detached=False), by_default),
+        (ensemble, stacked),
     ],
-    ids=["parts", "loose ones", "by hand", "torch.func"],
+    ids=["parts", "loose ones", "by hand", "torch.func", "torch.func of parameters", "ensemble"],
 )
 def test_a_model_of_parts(run: Callable[[Any, Any], object], make: Make, updates: str) -> None:
-    compared(run, make, updates=updates)
+    with late_weights():
+        compared(run, make, updates=updates, k=0.0)
+
+
+def test_gradients_that_are_set_may_have_a_graph() -> None:
+    def run(model: nn.Module, opt: Any) -> object:
+        for step in range(STEPS):
+            loss = square_loss(model, step)
+            found = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+            for parameter, gradient in zip(model.parameters(), found, strict=True):
+                parameter.grad = gradient
+            opt.step()
+            opt.zero_grad()
+        return STEPS
+
+    compared(run)
 
 
 def head_alone(kind: Any, model: Any) -> Any:
@@ -663,16 +706,56 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     opt.close()
 
 
-def test_a_folder_that_is_missing_is_told_in_the_first_forward(tmp_path: Path) -> None:
-    """The next forward tries it again: nothing trains on without the state."""
+def test_a_folder_that_is_missing_is_told_at_once(tmp_path: Path) -> None:
     model = perceptron()
     with hytrain.AdamW(model.parameters(), LR) as opt:
-        opt.load(tmp_path / "nothing")
-        for _ in range(2):
-            with pytest.raises(ConfigError, match="no optimizer state in .*: there is no folder .*nothing"):
-                square_loss(model, 0)
-        opt.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+        with pytest.raises(ConfigError, match="no optimizer state in .*: there is no folder .*nothing"):
+            opt.load(tmp_path / "nothing")
         plain(model, opt)
+
+
+def test_a_folder_that_is_saved_anew_before_the_first_forward_is_told(tmp_path: Path) -> None:
+    """The next forward tries it again: nothing trains on without the state."""
+    model, again = perceptron(), perceptron()
+    with hytrain.AdamW(model, LR) as opt, hytrain.AdamW(again.parameters(), LR) as other:
+        plain(model, opt)
+        opt.save(tmp_path)
+        other.load(tmp_path)
+        plain(model, opt)
+        opt.save(tmp_path)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="another state was saved in .* since opt.load was called"):
+                square_loss(again, 0)
+        other.load(tmp_path)
+        square_loss(again, 0)
+        assert other.state_dict()["steps"] == opt.state_dict()["steps"]
+
+
+@pytest.mark.parametrize("as_model", [False, True])
+def test_what_the_program_sets_after_a_load_stays(
+    as_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate, or the first one of a schedule. The folder is meant as it was called then."""
+    monkeypatch.chdir(tmp_path)
+    with hytrain.AdamW(perceptron(), lr=0.03, betas=(0.8, 0.9)) as opt:
+        plain(opt._model, opt)  # type: ignore[arg-type]
+        opt.save("state")
+    for sets in (True, False):
+        model = perceptron()
+        with hytrain.AdamW(model if as_model else model.parameters(), LR) as opt:
+            monkeypatch.chdir(tmp_path)
+            opt.load("state")
+            monkeypatch.chdir("/")
+            [group] = opt.param_groups
+            assert (group["lr"], group["betas"]) == (0.03, (0.8, 0.9))
+            if sets:
+                group["lr"] = 0.005
+            schedule = LambdaLR(opt, lambda step: 0.5**step)
+            square_loss(model, 0).backward()
+            opt.step()
+            schedule.step()
+            assert (opt.param_groups[0]["lr"], opt.param_groups[0]["betas"]) == (0.0025 if sets else 0.015, (0.8, 0.9))
+            assert opt.state_dict()["state"][0]["step"] == STEPS + 1
 
 
 def test_a_start_that_is_interrupted_between_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -917,6 +1000,38 @@ def test_modules_called_in_another_order_have_the_norm_of_their_parameters(k: fl
     theirs = run(True, lambda given: torch.optim.AdamW(given, lr=1e-2, fused=True))
     ours = run(False, lambda given: hytrain.AdamW(given, lr=1e-2, k=k, max_grad_norm=0.05))
     assert ours[0] == theirs[0] and differing(ours[1], theirs[1]) == []
+
+
+def test_modules_that_are_not_called_at_first_have_their_place_in_the_norm() -> None:
+    def run(clips: bool, make: Callable[[Any], Any]) -> list[float]:
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32)) for _ in range(12))
+        opt, norms, chance = make(blocks.parameters()), list[float](), random.Random(1)
+        for step in range(20):
+            x = vectors(step)
+            for block in blocks:
+                x = x + block(x) if chance.random() < 0.6 else x
+            x.square().mean().backward()
+            norm = nn.utils.clip_grad_norm_(blocks.parameters(), 0.05) if clips else None
+            opt.step()
+            norms.append(float(opt.grad_norm if norm is None else norm))
+            opt.zero_grad()
+        if not clips:
+            opt.close()
+        return norms
+
+    theirs = run(True, lambda given: torch.optim.AdamW(given, lr=1e-2, fused=True))
+    assert run(False, lambda given: hytrain.AdamW(given, lr=1e-2, max_grad_norm=0.05)) == theirs
+
+
+def test_state_that_is_moved_elsewhere_is_left_as_it_is() -> None:
+    """As Lightning does it."""
+    with hytrain.AdamW(perceptron().parameters(), LR) as opt:
+        for parameter, entry in opt.state.items():
+            opt.state[parameter] = entry
+        assert set(opt.state.keys()) == set(opt.param_groups[0]["params"])
+        with pytest.raises(UsageError, match="has no values"):
+            opt.state[parameter] = {}
 
 
 @pytest.mark.parametrize("updates", ["backward", "step"])

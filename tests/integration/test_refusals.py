@@ -293,10 +293,29 @@ AFTER_BACKWARD: list[tuple[str, Practice, str]] = [
         USED,
     ),
 ]
+
+
+def resets_moments(model: nn.Module, opt: Any) -> None:
+    for entry in opt.state.values():
+        entry["exp_avg"].zero_()
+
+
+def resets_moments_of_some(model: nn.Module, opt: Any) -> None:
+    for parameter in model.parameters():
+        if (entry := opt.state.get(parameter)) is not None:
+            entry["step"].fill_(0)
+
+
 #: And at other times.
 PRACTICES: list[tuple[str, Practice, str]] = [
-    ("state cleared", lambda model, opt: opt.state.clear(), r"opt\.state is empty"),
-    ("moments edited", lambda model, opt: opt.state[model[0][0].weight]["exp_avg"].zero_(), r"opt\.state is empty"),
+    ("state cleared", lambda model, opt: opt.state.clear(), r"opt\.state has no values"),
+    ("moments reset in a loop", resets_moments, r"opt\.state has no values"),
+    ("moments reset where there are some", resets_moments_of_some, r"opt\.state has no values"),
+    (
+        "moments edited",
+        lambda model, opt: opt.state[model[0][0].weight]["exp_avg"].zero_(),
+        r"opt\.state has no values",
+    ),
     ("parameter taken out of its group", parameter_taken_out_of_its_group, r"requires_grad_\(False\)"),
     ("a group too many", a_group_too_many, "use add_param_group"),
     ("channels_last", channels_last, r"other strides now: .*call model\.to\(memory_format=…\) before"),

@@ -186,7 +186,7 @@ def test_loading_makes_new_groups_as_in_torch(form: str, tmp_path: Path) -> None
 
 
 def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
-    """Of other shapes, or with other frozen parameters."""
+    """Of other shapes."""
     small, large = perceptron(width=32), perceptron(width=48)
     with adamw(small) as opt:
         train(small, opt, range(2), square_loss)
@@ -198,13 +198,98 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="shape"):
                 load(opt)
         train(large, opt, range(2), lambda model, step: model(vectors(step, 48)).square().mean())
-    small[3].requires_grad_(False)
-    with adamw(small, k=0.0) as opt:
-        from_files, from_dictionary = loads
-        with pytest.raises(ConfigError, match=r"3\.0\.bias was frozen in one of the two"):
-            from_files(opt)
-        from_dictionary(opt)
-        train(small, opt, range(2, 4), square_loss)
+
+
+@pytest.mark.parametrize("form", ["files", "dictionary"])
+def test_what_was_trained_may_be_frozen_now_and_the_other_way_round(form: str, tmp_path: Path) -> None:
+    def run(model: Any, opt: Any, resumed: Callable[[Any, Any], Any]) -> Any:
+        train(model, opt, range(2), square_loss)
+        model[3].requires_grad_(False)
+        train(model, opt, range(2, 4), square_loss)
+        model[1].requires_grad_(False)
+        model[3].requires_grad_(True)
+        opt = resumed(model, opt)
+        train(model, opt, range(4, 6), square_loss)
+        model[1].requires_grad_(True)
+        train(model, opt, range(6, 8), square_loss)
+        return opt
+
+    def resume(model: Any, opt: Any) -> Any:
+        """With another block frozen than when it was saved."""
+        model[1].requires_grad_(True)
+        model[3].requires_grad_(False)
+        load = keep(opt, form, tmp_path)
+        opt.close()
+        model[1].requires_grad_(False)
+        model[3].requires_grad_(True)
+        again = hytrain.AdamW(model, LR, k=0.4)
+        load(again)
+        return again
+
+    expected, model = perceptron(), perceptron()
+    run(expected, Reference(expected, lr=LR), lambda model, opt: opt)
+    with run(model, hytrain.AdamW(model, LR, k=0.4), resume) as opt:
+        opt.synchronize()
+        assert differing(weights(model), weights(expected)) == []
+
+
+def test_what_was_never_trained_is_told(tmp_path: Path) -> None:
+    model = perceptron()
+    model[3].requires_grad_(False)
+    with adamw(model) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.save(tmp_path)
+    model[3].requires_grad_(True)
+    with adamw(model) as opt, pytest.raises(ConfigError, match=r"3\.0\.bias was never trained there"):
+        opt.load(tmp_path)
+
+
+@pytest.mark.parametrize("k", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_that_is_first_read_in_inference_mode_can_be_loaded(dtype: torch.dtype, k: float) -> None:
+    def run(model: Any, opt: Any) -> None:
+        train(model, opt, range(3), square_loss)
+        with torch.inference_mode():
+            kept = copy.deepcopy((model.state_dict(), opt.state_dict()))
+        train(model, opt, range(3, 5), square_loss)
+        model.load_state_dict(kept[0])
+        opt.load_state_dict(kept[1])
+        train(model, opt, range(3, 6), square_loss)
+
+    results = []
+    for options in ({"k": 1.0}, {"k": k}):
+        model = perceptron(dtype=dtype)
+        with adamw(model, **options) as opt:
+            run(model, opt)
+            results.append(state(opt) | weights(model))
+    assert differing(*results) == []
+
+
+def test_a_load_that_fails_half_way_ends_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = perceptron()
+    with adamw(model) as opt:
+        train(model, opt, range(2), square_loss)
+        saved = copy.deepcopy(opt.state_dict())
+        monkeypatch.setattr("hytrain.state.dicts.scatter", Mock(side_effect=OSError("of the disk")))
+        with pytest.raises(OSError, match="of the disk"):
+            opt.load_state_dict(saved)
+        with pytest.raises(UsageError, match="loading was interrupted by OSError"):
+            train(model, opt, [2], square_loss)
+
+
+def test_what_somebody_has_put_into_a_group_does_not_keep_it_from_being_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = perceptron()
+    with adamw(model) as opt:
+        opt.param_groups[0].update(kind=torch.bfloat16, stages=[1, 2], name="all", pair=(3, 4))
+        train(model, opt, range(2), square_loss)
+        opt.save(tmp_path)
+        assert "'kind' of a parameter group is not saved: dtype has no place in JSON" in caplog.messages
+        opt.param_groups[0].update(kind=torch.float16, stages=[], name="", pair=())
+        opt.load(tmp_path)
+        found = {key: opt.param_groups[0][key] for key in ("kind", "stages", "name", "pair")}
+        assert found == {"kind": torch.float16, "stages": [1, 2], "name": "all", "pair": (3, 4)}
 
 
 @pytest.mark.parametrize("form", ["files", "dictionary"])
@@ -475,8 +560,8 @@ def test_a_load_while_others_save_is_of_one_state(tmp_path: Path) -> None:
         begun(opt, tmp_path, 1)()
         when_checked = opt._import_for_loading
 
-        def overtaken() -> None:
-            when_checked()
+        def overtaken(whole: ExitStack) -> None:
+            when_checked(whole)
             for number in (2, 3):
                 begun(other, tmp_path, number)()
 

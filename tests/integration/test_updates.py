@@ -227,6 +227,18 @@ def logs_weights(model: nn.Module, opt: Any, number: int) -> object:
     return norms
 
 
+@loop("uses weights")
+def logs_weights_in_backward(model: Any, opt: Any, number: int) -> object:
+    """When their gradient has come. In backward, that would be too late."""
+    seen, read = list[float](), model[2][0].weight
+    handle = model[1].register_full_backward_hook(lambda *_: seen.append(read.norm().item()))
+    backward(model, number)
+    handle.remove()
+    opt.step()
+    opt.zero_grad()
+    return seen
+
+
 @loop("sets hyperparameters")
 def sets_the_rate(model: nn.Module, opt: Any, number: int) -> object:
     """At first to what it is."""
