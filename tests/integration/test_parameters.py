@@ -752,6 +752,7 @@ def test_what_the_program_sets_after_a_load_stays(
                 group["lr"] = 0.005
             schedule = LambdaLR(opt, lambda step: 0.5**step)
             square_loss(model, 0).backward()
+            assert opt.param_groups[0]["lr"] == (0.005 if sets else 0.03), "also after the first forward"
             opt.step()
             schedule.step()
             assert (opt.param_groups[0]["lr"], opt.param_groups[0]["betas"]) == (0.0025 if sets else 0.015, (0.8, 0.9))

@@ -202,35 +202,21 @@ def test_state_of_another_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["files", "dictionary"])
 def test_what_was_trained_may_be_frozen_now_and_the_other_way_round(form: str, tmp_path: Path) -> None:
-    def run(model: Any, opt: Any, resumed: Callable[[Any, Any], Any]) -> Any:
-        train(model, opt, range(2), square_loss)
-        model[3].requires_grad_(False)
-        train(model, opt, range(2, 4), square_loss)
-        model[1].requires_grad_(False)
-        model[3].requires_grad_(True)
-        opt = resumed(model, opt)
-        train(model, opt, range(4, 6), square_loss)
-        model[1].requires_grad_(True)
-        train(model, opt, range(6, 8), square_loss)
-        return opt
-
-    def resume(model: Any, opt: Any) -> Any:
-        """With another block frozen than when it was saved."""
-        model[1].requires_grad_(True)
-        model[3].requires_grad_(False)
-        load = keep(opt, form, tmp_path)
-        opt.close()
-        model[1].requires_grad_(False)
-        model[3].requires_grad_(True)
-        again = hytrain.AdamW(model, LR, k=0.4)
-        load(again)
-        return again
-
+    """In each run, another block is frozen from the start."""
     expected, model = perceptron(), perceptron()
-    run(expected, Reference(expected, lr=LR), lambda model, opt: opt)
-    with run(model, hytrain.AdamW(model, LR, k=0.4), resume) as opt:
-        opt.synchronize()
-        assert differing(weights(model), weights(expected)) == []
+    reference, load = Reference(expected, lr=LR), None
+    for number, frozen in enumerate((0, 3, 1, 3)):
+        for each in (expected, model):
+            for index in (1, 3):
+                each[index].requires_grad_(index != frozen)
+        steps = range(2 * number, 2 * number + 2)
+        train(expected, reference, steps, square_loss)
+        with adamw(model, k=0.4) as opt:
+            if load is not None:
+                load(opt)
+            train(model, opt, steps, square_loss)
+            load = keep(opt, form, tmp_path)
+        assert differing(weights(model), weights(expected)) == [], number
 
 
 def test_what_was_never_trained_is_told(tmp_path: Path) -> None:
