@@ -225,7 +225,7 @@ class Build:
         free = host_free(None, site.device, len(site.ranks.node))  # a stated limit is one for planes
         activations = Activations(self.transfers, site.device, there, free) if options.offload_activations else None
         rank, at = site.place.rank, {"socket_dir": cluster.socket_dir, "token": cluster.token}
-        return Engine(
+        engine = Engine(
             self.layers,
             self.parameters,
             link=link,
@@ -244,13 +244,14 @@ class Build:
             shared=self._shared_matrices(),
             activations=activations,
             blocks=self.blocks,
-            loose=[gate for reader, gate in self.gates if isinstance(reader, Loose)],
             is_stage=site.stage is not None,
             lending=Lending(self.parameters, self.transfers, lambda of: Lender(of, **at, rank=rank).close),
             trace=TraceWriter(cluster.run_dir, link.address, EVERY_STEP if cluster.config.trace else NO_STEP),
             updater=f"optimizer-{rank} (process {cluster.optimizer_pids[rank]})",
             hang_timeout_s=cluster.config.hang_timeout_s + HANG_GRACE_S,
         )
+        engine.reads.loose = [gate for reader, gate in self.gates if isinstance(reader, Loose)]
+        return engine
 
     def _shared_matrices(self) -> SharedMatrices | None:
         """Those of this rank's stage. The stage's ranks call this together, and come to the same ones."""

@@ -11,6 +11,7 @@ makes layers and engine; `optimizer` presents the session as a torch optimizer.
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging
 import os
@@ -332,10 +333,10 @@ class Session(Site):
                 known.let_go()
 
     def before_fork(self) -> None:
-        """Wait for all updates, unless a step is under way."""
-        with contextlib.suppress(HyTrainError):  # which the next call of this process tells
-            if os.getpid() == self._pid and not self._closed and self.engine.between_steps:
-                self.engine.synchronize()
+        """Wait for all updates."""
+        with contextlib.suppress(HyTrainError):  # a failure, which the next call tells
+            if os.getpid() == self._pid and not self._closed:
+                self.engine.reads.before_fork()
 
     def end_in_child(self) -> None:
         if self.engine.end_in_child():
@@ -358,10 +359,12 @@ def _end_in_child() -> None:
 
 
 def _before_fork() -> None:
-    """A child gets the model as it is, so no update may be under way. Other threads than the main one cannot wait."""
-    if threading.current_thread() is threading.main_thread():
+    """A child gets the model as it is, so no update may be under way."""
+    try:
         for session in list(_sessions):
             session.before_fork()
+    except KeyboardInterrupt:  # which Python would ignore here: once more, when this has ended
+        threading.Timer(0.1, _thread.interrupt_main).start()
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_end_in_child)

@@ -267,17 +267,19 @@ class StartedOptimizer(SavedOptimizer):
         """Called by `copy` and `pickle`: of an optimizer without a session, they make another one."""
         if not self._is_searching:
             raise UsageError("an optimizer of HyTrain cannot be copied or pickled: use its state_dict(), or opt.save")
-        loaded = self.state_dict() if self._loaded or self._folder else None
-        return {"defaults": self.defaults, "param_groups": self.param_groups, "given": self._given, "loaded": loaded}
+        loaded = self.state_dict() if self._loaded else None
+        kept = {"given": self._given, "loaded": loaded, "folder": self._folder}
+        return {"defaults": self.defaults, "param_groups": self.param_groups, **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        given, loaded = state.pop("given"), state.pop("loaded")
+        given, loaded, folder = state.pop("given"), state.pop("loaded"), state.pop("folder")
         super().__setstate__(state)
         self._model, self.state = None, {}
         self._prepare(given)
         self._search()
         if loaded is not None:
             self.load_state_dict(loaded)
+        self._folder = folder
 
 
 def _parameters(param_groups: list[dict[str, Any]]) -> Iterable[Tensor]:

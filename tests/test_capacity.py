@@ -220,6 +220,8 @@ def test_what_is_left_of_host_memory_counts_from_the_same_margin(monkeypatch: py
     free, shared, stated = host_free(None, gpu), host_free(None, gpu, ranks=2), host_free(50 * gib, gpu)
     assert free() == host_bound(None) == 95 * gib
     assert shared() == host_bound(None, 2) == 46 * gib, "the second rank has processes, too"
+    left = 16 * gib
+    assert [host_bound(None, ranks) // 2**28 for ranks in (1, 2, 4, 8)] == [50, 25, 12, 6], "3 GiB, not 24"
     left = 15 * gib
     assert (free(), shared(), stated()) == (10 * gib, 7 * gib // 2, None)
     left = 4 * gib

@@ -89,6 +89,18 @@ def test_a_host_that_is_slow_for_a_few_steps_moves_nothing(shares: float | None)
     assert run.plans == settled
 
 
+def test_a_plan_that_is_refused_is_asked_for_again() -> None:
+    run = Run(Replay(cpu_rate=2e9))
+    wanted = run.planning._propose
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.planning, "_propose", lambda *arguments: [])
+        run.go(100)
+    k = run.real.k_of(run.places.gpu)
+    assert run.planning._propose == wanted
+    run.go(20)
+    assert run.real.k_of(run.places.gpu) > k
+
+
 def test_a_settled_plan_gives_way_to_commands() -> None:
     run = Run(Replay(cpu_rate=4.4e9))
     run.go(100)

@@ -307,8 +307,12 @@ def host_bound(limit: int | None, ranks: int = 1, shared: int = 0) -> int:
 
 
 def beside_margin(available: int, ranks: int = 1) -> int:
-    """What planes may take of so many bytes of host memory; below 0 if the margin is more."""
-    return int((1.0 - HOST_MARGIN) * available) - ranks * HOST_MARGIN_BYTES
+    """What planes may take of so many bytes of host memory; below 0 if the margin is more.
+
+    Where memory is short, all ranks' processes have an eighth of it together, or the margin of one.
+    """
+    processes = max(HOST_MARGIN_BYTES, min(ranks * HOST_MARGIN_BYTES, available // 8))
+    return int((1.0 - HOST_MARGIN) * available) - processes
 
 
 class HostRoom(NamedTuple):

@@ -177,8 +177,11 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 class NoEntry:
     """The value of `opt.state[parameter]`: names only, which torch's distributed checkpoints read."""
 
-    def __init__(self, planes: Iterable[str]) -> None:
-        self._names = ("step", *planes)
+    def __init__(self, parameter: torch.Tensor, planes: Iterable[str]) -> None:
+        self._parameter, self._names = parameter, ("step", *planes)
+
+    def is_of(self, parameter: torch.Tensor) -> bool:
+        return self._parameter is parameter
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -187,10 +190,10 @@ class NoEntry:
 
 
 class NoState(defaultdict[torch.Tensor, Any]):
-    """The value of `opt.state`: an entry for each trained parameter. Reading or writing one of its values raises.
+    """The value of `opt.state`: an entry for each trained parameter. Reading or writing a value in one raises.
 
     So who looks there for what to load, as torchtitan does, finds all that is trained; and who resets moments in a loop
-    does not reset none of them in silence. `parameters` are all of the groups'; `planes` is the state of each one, by
+    is told. `parameters` are all of the groups'; `planes` is the state of each one, by
     its identity. `was_asked`: somebody wants the state to exist.
     """
 
@@ -207,7 +210,7 @@ class NoState(defaultdict[torch.Tensor, Any]):
         return isinstance(parameter, torch.Tensor) and parameter.requires_grad and id(parameter) in self.planes
 
     def __missing__(self, parameter: torch.Tensor) -> NoEntry:
-        return NoEntry(self.planes.get(id(parameter), ()))
+        return NoEntry(parameter, self.planes.get(id(parameter), ()))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return (parameter for parameter in self.parameters if parameter in self)
@@ -219,7 +222,7 @@ class NoState(defaultdict[torch.Tensor, Any]):
         return self[parameter] if parameter in self else default
 
     def __setitem__(self, parameter: torch.Tensor, entry: Any) -> None:
-        if not isinstance(entry, NoEntry):  # as Lightning puts back what it has moved to another device
+        if not (isinstance(entry, NoEntry) and entry.is_of(parameter)):  # Lightning puts back what it has moved
             _refuse()
 
     def keys(self) -> KeysView[torch.Tensor]:  # type: ignore[override]
@@ -232,3 +235,4 @@ class NoState(defaultdict[torch.Tensor, Any]):
         return ItemsView(self)
 
     __delitem__ = clear = pop = popitem = update = setdefault = _refuse
+    __ior__ = __or__ = copy = __copy__ = __deepcopy__ = __reversed__ = _refuse

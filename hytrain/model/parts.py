@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from torch import Tensor, nn
 
@@ -42,10 +43,19 @@ class Loose(nn.Module):
 
 
 def joined(parts: Sequence[nn.Module], parameters: Sequence[Tensor]) -> nn.Module:
-    """The model that has these parts, and those of these parameters that no part has."""
+    """The model that has these parts, and those of these parameters that no part has.
+
+    They come in the parameters' order, so their names do not depend on which is called first. A parameter of several
+    parts is the first one's.
+    """
     inside = {id(parameter) for part in parts for parameter in part.parameters()}
     loose = [parameter for parameter in parameters if id(parameter) not in inside]
     found = [*parts, *([Loose(loose)] if loose else [])]
+    place, first = {id(parameter): index for index, parameter in enumerate(parameters)}, list[int]()
+    for part in found:
+        own = [place.pop(id(parameter), len(parameters)) for parameter in part.parameters()]
+        first.append(min(own, default=len(parameters)))
+    found = [part for _, part in sorted(zip(first, found, strict=True), key=itemgetter(0))]
     return found[0] if len(found) == 1 and not loose else Parts(found)
 
 

@@ -50,7 +50,7 @@ from hytrain.state.dicts import (
     scatter,
     tell_of_conversion,
 )
-from hytrain.state.index import FORMAT, INDEX, Index, Scale, as_text
+from hytrain.state.index import FORMAT, INDEX, Index, Scale, stays_in_json
 from hytrain.state.locks import locked
 from hytrain.state.shards import Array, Arrays, Shards
 from hytrain.state.tensor_file import await_devices
@@ -192,16 +192,23 @@ def load(
         everyones = ranks.gather(({clean(known.name) for known in into.parameters}, set(found)))
         names, all_names = (set[str]().union(*sets) for sets in zip(*everyones, strict=True))
         with ranks.together():
-            index, saved = _opened(folder, sealed, into, names, all_names)
+            index, saved = _opened(folder, sealed, into, names, all_names, found)
             if begun not in (None, index.save):
                 raise ConfigError(f"another state was saved in {folder} since opt.load was called: call it again")
             rules, arrays = rules_of(into.groups, resting.algorithm), _trained(into.parameters, precision)
-            rested = sorted(index.counts.keys() & found.keys() - names)
+            own = {clean(known.name) for known in into.parameters}
+            rested = sorted(index.counts.keys() & found.keys() - own)
             entries = {name: {"step": index.counts[name]} for name in rested}
             for name, entry in entries.items():
                 arrays |= _room(name, found[name], rules[id(found[name])], precision, saved, entry)
             has_masters = index.master_dtype == "float32"
-            lone = [known for known in into.parameters if known.parameter.dtype is torch.bfloat16 and not has_masters]
+            lone = []
+            for known in into.parameters:
+                has_rested = clean(known.name) not in index.step_of  # perhaps without a master
+                its = f"remainder.{clean(known.name)}"
+                keeps = has_masters and not (has_rested and saved.dtype(its, known.parameter) is None)
+                if known.parameter.dtype is torch.bfloat16 and not keeps:
+                    lone.append(known)
             for known in lone:
                 arrays.pop(f"remainder.{clean(known.name)}", None)
             for name, array in arrays.items():
@@ -228,17 +235,28 @@ def load(
 
 
 def _opened(
-    folder: Path, sealed: Sequence[Path], into: OptimizerState, names: set[str], all_names: set[str]
+    folder: Path,
+    sealed: Sequence[Path],
+    into: OptimizerState,
+    names: set[str],
+    all_names: set[str],
+    found: dict[str, nn.Parameter],
 ) -> tuple[Index, Shards]:
     """The save in `folder`, whose index fits: it has the parameters `names`, and none that are not in `all_names`.
 
-    Some may be trained now that were frozen then, or the other way round.
+    Some may be trained now that were frozen then, or the other way round. `found` are this rank's, by name.
     """
     slot, index = _index(folder, sealed, into)
     if lacking := names - index.counts.keys():
         raise ConfigError(
             f"the optimizer state in {folder} is of another model, or {min(lacking)} was never trained there: freeze "
             "it, or use state_dict() and load_state_dict()"
+        )
+    given = {id(parameter) for group in into.groups for parameter in group["params"]}
+    if left_out := [name for name in index.counts if name in found and id(found[name]) not in given]:
+        raise ConfigError(
+            f"the optimizer state in {folder} has {left_out[0]}, which no parameter group has: give it to the "
+            "optimizer, frozen, or use state_dict() and load_state_dict()"
         )
     if unknown := index.counts.keys() - all_names:
         raise ConfigError(f"the optimizer state in {folder} has {min(unknown)}, which the model does not have")
@@ -318,12 +336,10 @@ def _plain(group: dict[str, Any]) -> dict[str, Any]:
     found = dict[str, Any]()
     for key, value in group.items():
         plain = [number(each) for each in value] if isinstance(value, tuple | list) else number(value)
-        try:
-            as_text(plain)
-        except (TypeError, ValueError):
-            _log.warning("%r of a parameter group is not saved: %s has no place in JSON", key, type(value).__name__)
-        else:
+        if stays_in_json(plain):
             found[key] = plain
+        else:
+            _log.warning("%r of a parameter group is not saved: %s has no place in JSON", key, type(value).__name__)
     return found
 
 

@@ -30,9 +30,17 @@ FORMAT: Final = 3
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
-def as_text(value: Any) -> str:
-    """JSON. A scheduler's numbers may be numpy's."""
-    return json.dumps(value, indent=1, default=float)
+def _text(value: Any) -> str:
+    return json.dumps(value, indent=1, default=float)  # a scheduler's numbers may be numpy's
+
+
+def stays_in_json(value: Any) -> bool:
+    """Whether a value is the same when it is read again."""
+    try:
+        again = json.loads(_text(value))
+        return bool(again == value or again != again)  # NaN is not equal to itself
+    except (TypeError, ValueError):
+        return False
 
 
 class _Part(BaseModel):
@@ -66,7 +74,7 @@ class Index(_Part):
         return {**self.step_of, **self.resting}
 
     def text(self) -> str:
-        return as_text(self.model_dump())
+        return _text(self.model_dump())
 
     @classmethod
     def read(cls, path: Path, groups: Sequence[dict[str, Any]], algorithm: Algorithm) -> Index:

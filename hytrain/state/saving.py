@@ -98,13 +98,13 @@ class SavedOptimizer(torch.optim.Optimizer):
         with ExitStack() as whole:
             when_checked = partial(self._import_for_loading, whole)
             dicts.load_state_dict(state_dict, into, self._named(state_dict["param_groups"]), when_checked)
-        counts = map(dicts.count_of, state_dict["state"].values())
-        steps = state_dict.get("steps", max(counts, default=0))
-        if self._started is None:
-            self._folder = None
-            self._loaded = steps, state_dict["param_groups"][0].get("loss_scale")
-        else:
-            self._session.restored(steps)
+            counts = map(dicts.count_of, state_dict["state"].values())
+            steps = state_dict.get("steps", max(counts, default=0))
+            if self._started is None:
+                self._folder = None
+                self._loaded = steps, state_dict["param_groups"][0].get("loss_scale")
+            else:
+                self._session.restored(steps)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -116,7 +116,7 @@ class SavedOptimizer(torch.optim.Optimizer):
         if self._started is not None:
             self._engine.import_weights(keep_remainder=True)
             self._engine.expose_state()
-            whole.enter_context(self._engine.undivided("loading"))
+            whole.enter_context(self._engine.masters.loading())
 
     def _named(self, labels: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
         """All names of the model's parameters. Before it is found, what a state calls them in torch's order."""

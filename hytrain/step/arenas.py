@@ -15,7 +15,7 @@ from typing import Final
 
 from hytrain.errors import CapacityError
 from hytrain.memory.arena import made_arena
-from hytrain.memory.capacity import host_bound
+from hytrain.memory.capacity import HostRoom, host_bound
 from hytrain.memory.host import available_bytes
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes
 from hytrain.model.trained import TrainedLayer
@@ -30,10 +30,10 @@ _log = logging.getLogger(__name__)
 
 
 class Arenas:
-    """New ones, for the layers of one model. `host_bytes`: for all their planes, if that was stated."""
+    """New ones, for the layers of one model, in what `host_room` has for them."""
 
-    def __init__(self, common: Common, host_bytes: int | None = None) -> None:
-        self._host_bytes = host_bytes
+    def __init__(self, common: Common, host_room: HostRoom) -> None:
+        self._host_room = host_room
         self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
         self._kept: dict[int, ArenaPlanes] = {}  # by LID: our own, which no layer uses now
         self.is_full = False  # the host has no more memory to make ready
@@ -118,11 +118,12 @@ class Arenas:
 
     def _left(self) -> int:
         """Bytes that planes may still take."""
-        if self._host_bytes is None:
-            return host_bound(None)
+        if self._host_room.stated_bytes is None:
+            free = self._host_room.free()
+            return host_bound(None) if free is None else free
         held = [layer.layout.nbytes for layer in self._layers if isinstance(layer.holds, ArenaPlanes)]
         ready = [self._needed(layer) for layer in self._layers if layer.lid in self._kept]
-        return self._host_bytes - sum(held) - sum(ready)
+        return self._host_room.stated_bytes - sum(held) - sum(ready)
 
     @staticmethod
     def _needed(layer: TrainedLayer) -> int:

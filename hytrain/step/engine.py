@@ -30,7 +30,7 @@ from hytrain.memory.lending import Lending, Loan
 from hytrain.memory.planes import ArenaPlanes
 from hytrain.memory.transfer import Transfers
 from hytrain.memory.visits import Visits
-from hytrain.model.trained import Gate, OffloadedBlock, TrainedLayer, TrainedParameter
+from hytrain.model.trained import OffloadedBlock, TrainedLayer, TrainedParameter
 from hytrain.options import Options
 from hytrain.run.link import Link
 from hytrain.run.ownership import PlanBook
@@ -122,7 +122,6 @@ class Engine:
         check: SelfCheck | None = None,
         shared: SharedMatrices | None = None,
         blocks: Sequence[OffloadedBlock] = (),
-        loose: Sequence[Gate] = (),
         is_stage: bool = False,
         updater: str = "the optimizer process",
         hang_timeout_s: float = math.inf,
@@ -130,7 +129,6 @@ class Engine:
         self._layers, self._parameters, self._link, self._transfers = layers, parameters, link, transfers
         self._activations, self._accumulation, self._memory, self._lending = activations, accumulation, memory, lending
         self._health, self._kept = Health(accumulation.timing, updater, hang_timeout_s), KeptGradients()
-        self.undivided = self._health.undivided
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
         hints = layers[0].layout.banks == 2
@@ -160,11 +158,11 @@ class Engine:
         planes = plane_sums(options, self.verdicts.takes_norms, transfers, trip.await_update)
         accumulation.begin_anew(partial(choose_sums, options.accumulate_on, parameters, transfers, memory.room), planes)
         self._blocks = Blocks(common, trip)
-        self.reads = Reads(common, trip, self._blocks, loose)
+        self.reads = Reads(common, trip, self._blocks)
         self.uses = Uses(common, trip, self.reads, self._blocks)
         self.masters = masters = Masters(common, self.reads, self.uses)
         self._offload.heed(masters.import_written, masters.sample_freed)
-        self._handover = Handover(common, trip, Arrivals(memory), host_room.stated_bytes)
+        self._handover = Handover(common, trip, Arrivals(memory), host_room)
         self.evictions = Evictions(common, device, self._handover, plans, memory)
         self.reclaiming = Reclaiming(common, device, self._handover, self.evictions, memory.serving)
         self._boundary = Boundary(common, self._handover, plans, gpu_room=memory.room, host_free=host_room.free)
@@ -372,9 +370,9 @@ class Engine:
             sentence += "; so are offloaded weights: give the child model.state_dict()"
         elif not whole:
             sentence = (
-                "this process was forked between a backward and opt.step(), or by another thread than the main one, "
-                "while updates were running, and only its parent gets them: call opt.synchronize() before forking if "
-                "the child uses the model"
+                "this process was forked between a backward and opt.step(), or by another thread than the one that "
+                "trains, while updates were running, and only its parent gets them: call opt.synchronize() before "
+                "forking if the child uses the model"
             )
         error = UsageError(sentence)
         self._offload.end_in_child(error)

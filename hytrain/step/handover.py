@@ -24,6 +24,7 @@ import torch
 
 from hytrain.errors import CapacityError, ClusterError, HyTrainError
 from hytrain.memory.arrivals import Arrivals
+from hytrain.memory.capacity import HostRoom
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, state_copies
 from hytrain.memory.transfer import Copy, Transfer
 from hytrain.model.trained import TrainedLayer
@@ -74,10 +75,10 @@ class _Move:
 class Handover:
     """Moves the layers of one model, one plan at a time: `prepare`, `begin`, `finish`."""
 
-    def __init__(self, common: Common, trip: RoundTrip, arrivals: Arrivals, host_bytes: int | None = None) -> None:
+    def __init__(self, common: Common, trip: RoundTrip, arrivals: Arrivals, host_room: HostRoom) -> None:
         self._layers, self._link, self._transfers = common.layers, common.link, common.transfers
         self._health, self._trip, self._visits, self._offload = common.health, trip, common.visits, common.offload
-        self.arenas, self.arrivals = Arenas(common, host_bytes), arrivals
+        self.arenas, self.arrivals = Arenas(common, host_room), arrivals
         self._move: _Move | None = None
         self._departing: list[tuple[ArenaPlanes, Transfer]] = []
         self._thread: threading.Thread | None = None

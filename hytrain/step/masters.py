@@ -8,6 +8,7 @@ way would be lost in part, so it is refused (I6).
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -56,6 +57,10 @@ class Masters:
         self._samples: list[_Sample] = []
         self._chance = random.Random(0)
         self._freed = self._freed_before = 0  # blocks, in this step and in the one before
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Around changes of state: an exception inside ends training."""
+        return self._health.undivided("loading")
 
     def import_all(self, *, keep_remainder: bool) -> None:
         self._import(self._parameters, keep_remainder=keep_remainder)

@@ -15,6 +15,7 @@ has been waited for. The gradient of a parameter for which this is not so may co
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -66,8 +67,11 @@ class Reads:
     `_in_root`: it computes.
     """
 
-    def __init__(self, common: Common, trip: RoundTrip, blocks: Blocks, loose: Sequence[Gate]) -> None:
-        self.root, self.loose = Gate(), loose
+    loose: Sequence[Gate] = ()
+
+    def __init__(self, common: Common, trip: RoundTrip, blocks: Blocks) -> None:
+        self.root = Gate()
+        self._thread: int | None = None  # the one that trains
         self._layers, self._parameters = common.layers, common.parameters
         self._health, self._meter = common.health, common.meter
         self._trip, self._offload, self._blocks, self._visits = trip, common.offload, blocks, common.visits
@@ -240,13 +244,20 @@ class Reads:
         self._health.refuse(f"layer {layer.name} is used again in the backward that has already updated it{cure}")
 
     def end_step(self) -> None:
-        """Wait for what may be read where nobody waits."""
+        """A step has ended: wait for what may be read where nobody waits."""
+        self._thread = threading.get_ident()
         if self.is_traced:
             self.synchronize()
-        for gate in self.loose:
+        for gate in () if self.is_traced else self.loose:
             for layer in gate.layers:
                 self._trip.wait_for(layer, on_host=True)
             self.mark_awaited(gate.parameters, inside=in_backward())
+
+    def before_fork(self) -> None:
+        """Wait for all updates, unless a step is under way, or another thread than this one trains."""
+        if self._health.life.state is State.IDLE and self._thread == threading.get_ident():
+            self._health.check()
+            self.synchronize()
 
     def synchronize(self) -> None:
         """Return once every update has landed in the parameters, on the host (I6)."""

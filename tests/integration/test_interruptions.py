@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hytrain
 from hytrain.config import CLUSTER_VARIABLE, ClusterConfig
-from hytrain.errors import StaleReadError, UsageError
+from hytrain.errors import NonFiniteGradients, StaleReadError, UsageError
 from hytrain.memory.arena import arena_socket
 from hytrain.model.consumed import ConsumedGradient
 from hytrain.model.watched import unwatched
@@ -44,6 +45,7 @@ from hytrain.run.link import Link
 from hytrain.step.commit import Commit
 from hytrain.step.device import DeviceUpdates
 from hytrain.step.handover import Handover
+from hytrain.step.reads import Reads
 
 
 def test_a_construction_that_was_interrupted_leaves_no_connection_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +253,22 @@ def test_a_child_gets_the_last_steps_weights() -> None:
 
         in_a_fork(evaluate)
         opt.synchronize()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_fork_hides_neither_errors_nor_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = perceptron()
+    with adamw(model, k=0.0, on_nonfinite="raise") as opt:
+        train(model, opt, range(2), square_loss)
+        (square_loss(model, 2) * float("inf")).backward()
+        opt.step()
+        in_a_fork(lambda: None)
+        with pytest.raises(NonFiniteGradients):
+            opt.synchronize()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Reads, "before_fork", Mock(side_effect=KeyboardInterrupt))
+            in_a_fork(lambda: None)
+            wait_for(lambda: False)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -731,6 +731,43 @@ def test_a_folder_that_is_saved_anew_before_the_first_forward_is_told(tmp_path: 
         assert other.state_dict()["steps"] == opt.state_dict()["steps"]
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_parts_have_their_state_whichever_is_called_first(grouped: bool, tmp_path: Path) -> None:
+    """They have the same names of parameters."""
+    one, other = nn.Linear(32, 32), nn.Linear(32, 32)
+    given: list[Any] = [{"params": [*each.parameters()]} if grouped else [*each.parameters()] for each in (one, other)]
+    groups_of = given if grouped else [p for each in given for p in each]
+
+    def step(first: nn.Module, second: nn.Module, opt: Any) -> None:
+        (first(vectors(0)).square().mean() + 9 * second(vectors(1)).square().mean()).backward()
+        opt.step()
+        opt.zero_grad()
+
+    with hytrain.AdamW(groups_of, LR) as opt:
+        step(one, other, opt)
+        opt.save(tmp_path)
+        saved = copy.deepcopy(opt.state_dict()["state"])
+    with hytrain.AdamW(groups_of, LR) as again:
+        step(other, one, again)
+        again.load(tmp_path)
+        assert same(again.state_dict()["state"], saved)
+
+
+def test_a_copy_of_one_that_has_a_folder_loads_it_too(tmp_path: Path) -> None:
+    model, other = perceptron(), perceptron()
+    with hytrain.AdamW(model, LR) as opt:
+        plain(model, opt)
+        opt.save(tmp_path)
+        saved = copy.deepcopy(opt.state_dict()["state"])
+    first = hytrain.AdamW(other.parameters(), LR)
+    first.load(tmp_path)
+    copied, again = copy.deepcopy((other, first))
+    with again:
+        square_loss(copied, 0)
+        assert same(again.state_dict()["state"], saved)
+    first.close()
+
+
 @pytest.mark.parametrize("as_model", [False, True])
 def test_what_the_program_sets_after_a_load_stays(
     as_model: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1031,8 +1068,15 @@ def test_state_that_is_moved_elsewhere_is_left_as_it_is() -> None:
         for parameter, entry in opt.state.items():
             opt.state[parameter] = entry
         assert set(opt.state.keys()) == set(opt.param_groups[0]["params"])
-        with pytest.raises(UsageError, match="has no values"):
-            opt.state[parameter] = {}
+        one, other, *_ = opt.param_groups[0]["params"]
+        for write in (
+            lambda: opt.state.__setitem__(one, {}),
+            lambda: opt.state.__setitem__(one, opt.state[other]),
+            lambda: opt.state.__ior__({one: {}}),
+            lambda: copy.copy(opt.state),
+        ):
+            with pytest.raises(UsageError, match="has no values"):
+                write()
 
 
 @pytest.mark.parametrize("updates", ["backward", "step"])

@@ -13,6 +13,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -58,6 +59,7 @@ from transformers import PreTrainedModel
 import hytrain
 from hytrain.errors import ConfigError, SavingError, UsageError
 from hytrain.memory.capacity import GpuMemory, Room, gpu_memory
+from hytrain.model.trained import TrainedParameter
 from hytrain.run.ranks import Ranks
 from hytrain.state import folders as state_folders
 from hytrain.state import manifest, saver, shards, tensor_file
@@ -219,6 +221,56 @@ def test_what_was_trained_may_be_frozen_now_and_the_other_way_round(form: str, t
         assert differing(weights(model), weights(expected)) == [], number
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_has_rested_without_a_master_can_be_trained_on(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Its state has come from torch, whose masters are the weights."""
+    model = perceptron(dtype=dtype)
+    reference = torch.optim.AdamW(model.parameters(), LR, fused=True)
+    train(model, reference, range(2), square_loss)
+    model[3].requires_grad_(False)
+    with adamw(model) as opt:
+        opt.load_state_dict(copy.deepcopy(reference.state_dict()))
+        opt.save(tmp_path)
+    model[3].requires_grad_(True)
+    with adamw(model) as opt:
+        opt.load(tmp_path)
+        found, expected = opt.state_dict()["state"], reference.state_dict()["state"]
+        for index, entry in expected.items():
+            assert torch.equal(found[index]["exp_avg"].float(), entry["exp_avg"].float()), index
+
+
+def test_what_is_in_no_group_any_more_is_told(tmp_path: Path) -> None:
+    model = perceptron()
+    with adamw(model) as opt:
+        train(model, opt, range(2), square_loss)
+        opt.save(tmp_path)
+    model[3].requires_grad_(False)
+    given = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with hytrain.AdamW(given, LR) as opt:
+        square_loss(model, 0)
+        with pytest.raises(ConfigError, match=r"has 3\.0\.\w+, which no parameter group has"):
+            opt.load(tmp_path)
+
+
+def test_ctrl_c_comes_after_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, restore = perceptron(), TrainedParameter.restore
+
+    def interrupted(known: TrainedParameter, count: int) -> None:
+        if known is opt._session.parameters[0]:
+            signal.raise_signal(signal.SIGINT)
+        restore(known, count)
+
+    with adamw(model) as opt:
+        train(model, opt, range(2), square_loss)
+        saved = copy.deepcopy(opt.state_dict())
+        train(model, opt, range(2, 5), square_loss)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(TrainedParameter, "restore", interrupted)
+            opt.load_state_dict(saved)
+        assert opt.state_dict()["steps"] == saved["steps"]
+        train(model, opt, range(2, 5), square_loss)
+
+
 def test_what_was_never_trained_is_told(tmp_path: Path) -> None:
     model = perceptron()
     model[3].requires_grad_(False)
@@ -268,10 +320,11 @@ def test_what_somebody_has_put_into_a_group_does_not_keep_it_from_being_saved(
 ) -> None:
     model = perceptron()
     with adamw(model) as opt:
-        opt.param_groups[0].update(kind=torch.bfloat16, stages=[1, 2], name="all", pair=(3, 4))
+        opt.param_groups[0].update(rates={0: 0.1}, kind=torch.bfloat16, stages=[1, 2], name="all", pair=(3, 4))
         train(model, opt, range(2), square_loss)
         opt.save(tmp_path)
-        assert "'kind' of a parameter group is not saved: dtype has no place in JSON" in caplog.messages
+        for key, kind in (("kind", "dtype"), ("rates", "dict")):
+            assert f"{key!r} of a parameter group is not saved: {kind} has no place in JSON" in caplog.messages
         opt.param_groups[0].update(kind=torch.float16, stages=[], name="", pair=())
         opt.load(tmp_path)
         found = {key: opt.param_groups[0][key] for key in ("kind", "stages", "name", "pair")}

@@ -35,6 +35,11 @@ class Wishes:
         vars(self).update(kept)
 
     @property
+    def are_found(self) -> bool:
+        """Whether plans follow measurements: nothing else has to be found out."""
+        return self.policy == "deadline" and self.k is None
+
+    @property
     def shares(self) -> tuple[float | None, float | None]:
         """The shares of visits and of offloaded weights; None if they are to be chosen."""
         if self.policy == "deadline" and self._table.visit is None:

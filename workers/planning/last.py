@@ -57,7 +57,7 @@ class Last:
 
     def begins_with(self, wishes: Wishes, room: Room) -> LastPlan | None:
         """The last plan, unless plans do not follow measurements, or there may be no room for it."""
-        fits = _is_found(wishes) and self._last is not None and self._last.fits(self._table, room)
+        fits = wishes.are_found and self._last is not None and self._last.fits(self._table, room)
         return self._last if fits else None
 
     def changed(self, step: int) -> None:
@@ -66,15 +66,10 @@ class Last:
 
     def keeps(self, step: int, wishes: Wishes, places: Places, shares: tuple[float, float]) -> list[Command]:
         """Have these placements kept once they rest, unless they come from commands."""
-        if step < self._rests_at or not _is_found(wishes) or wishes.kept != Wishes(self._table).kept:
+        if step < self._rests_at or not wishes.are_found or wishes.kept != Wishes(self._table).kept:
             return []
         self._rests_at = inf
         return [Remember(self._table, places, shares)]
-
-
-def _is_found(wishes: Wishes) -> bool:
-    """Whether plans follow measurements: nothing else has to be found out."""
-    return wishes.policy == "deadline" and wishes.k is None
 
 
 def same(table: m.LayerTable) -> str:

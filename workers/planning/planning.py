@@ -27,7 +27,7 @@ from protocol.placement import CPU, Places
 from workers.effects import Command, Note, Send
 from workers.planning.commands import Wishes
 from workers.planning.last import Last, LastPlan
-from workers.planning.measured import Evictions, Measured, Step
+from workers.planning.measured import Evictions, Measured
 from workers.planning.mode import Mode
 from workers.planning.room import Room, facts, sizes_of
 from workers.planning.steady import Steady
@@ -152,8 +152,9 @@ class Planning:
         if report.in_step is not self.table.in_step:
             self._begin_updates(report.places, in_step=report.in_step)
         self._step, self._offloaded = report.step, report.places.offloaded
-        if (usual := self.measured.on_trainer(report, is_late=is_late)) is not None:
-            self._note_residual(usual)
+        usual = self.measured.on_trainer(report, is_late=is_late)
+        if usual is not None and usual.places == self.places and (profile := self._profile()) is not None:
+            self._tried.note_step(profile, usual, self._step, self.mode.of)
         self._book.activation_bytes = report.activation_bytes  # which take their time on the link
         is_moving = report.moving or self._ledger.busy
         if not is_moving and report.step_s is not None:
@@ -174,17 +175,6 @@ class Planning:
         self._book.begin_updates(in_step=in_step, layers=self._facts)
         self._tried.forget()
 
-    def _note_residual(self, step: Step) -> None:
-        """How long the step took, and what is simulated for it with the CPU's pace in it, if that is in effect now."""
-        profile = self._profile()
-        if profile is None or step.places != self.places:
-            return
-        usual_s = simulate(profile, step.places.gpu).cpu_busy_s
-        pace = step.cpu_busy_s / usual_s if usual_s and step.cpu_busy_s else 1.0
-        simulated_s = self._simulated_s(profile.with_cpu(pace), step.places.gpu)
-        if step.duration_s and simulated_s:
-            self._tried.note(profile, step.places.gpu, self._step, step_s=step.duration_s, simulated_s=simulated_s)
-
     # ------------------------------------------------------------ plans
 
     def _replan(self) -> list[Command]:
@@ -204,8 +194,10 @@ class Planning:
             return self._propose(rest, self._step + 2)
         current, (visit, offload), now = self.places.gpu, self.wishes.shares, profile.split(self.places.gpu)
         self.predicted_step_s = self._simulated_s(profile, current)
-        if self._is_steady(profile):
-            return []
+        limits, is_for_speed = self.room.limits, self.wishes.are_found and self.wishes.objective == "speed"
+        if is_for_speed and limits.beside_visits(profile).allow(profile, current):
+            if self._steady.lasts(limits.gpu_state_bytes or 0, limits.host_bytes or 0, 1 + self.mode.clipped):
+                return []
         asked = Question(
             policy=self.wishes.policy,
             limits=self.room.limits,
@@ -221,18 +213,13 @@ class Planning:
         try:
             decision, commands = self.mode.decide(asked, profile)
         except Infeasible as error:
+            self._steady.changed()
             return self._told(NO_PLAN, str(error))
         if not decision.changed:
             self.reason = decision.reason
             return commands
+        self._steady.changed()  # also if it cannot come into effect
         return commands + self._propose(decision, self._step + 2)
-
-    def _is_steady(self, profile: Profile) -> bool:
-        """Whether the plan in effect was made for what is measured now, and fits."""
-        limits = self.room.limits
-        if self.wishes.policy != "deadline" or not limits.beside_visits(profile).allow(profile, self.places.gpu):
-            return False
-        return self._steady.lasts(limits.gpu_state_bytes or 0, limits.host_bytes or 0, 1 + self.mode.clipped)
 
     def _told(self, what: str, why: str) -> list[Command]:
         """Layers stay, for this reason: a note, unless the last attempt had it too."""

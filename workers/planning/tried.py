@@ -6,12 +6,15 @@ steps, so that plans do not change to and fro.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
 from hytrain.planner.book import Ewma
 from hytrain.planner.contention import ENOUGH_STEPS, LITTLE, REMEMBERED_STEPS
 from hytrain.planner.profile import Known, Profile, Split
+from hytrain.planner.simulate import simulate
+from workers.planning.measured import Step
 
 #: A split misses by so much at most.
 MOST_MISS: Final = 100.0
@@ -48,6 +51,15 @@ class Tried:
         steps.rest_s.add(self.unexplained_s)
         steps.layers_s.add(profile.forward_s + profile.backward_s + profile.cpu_update_s)
         steps.step_s.add(step_s)
+
+    def note_step(self, profile: Profile, step: Step, number: int, in_mode: Callable[[Profile], Profile]) -> None:
+        """Step `number` was a usual one, with what is in effect now. It is simulated with the CPU's pace in it."""
+        gpu_lids = step.places.gpu
+        usual_s = simulate(profile, gpu_lids).cpu_busy_s
+        pace = step.cpu_busy_s / usual_s if usual_s and step.cpu_busy_s else 1.0
+        simulated_s = simulate(in_mode(profile.with_cpu(pace)), gpu_lids).step_s
+        if step.duration_s and simulated_s:
+            self.note(profile, gpu_lids, number, step_s=step.duration_s, simulated_s=simulated_s)
 
     def forget(self) -> None:
         self._steps.clear()
