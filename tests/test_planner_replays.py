@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from planner_replays import REPLAYS, Replay, Run
 from variants import slow
+
+from protocol import messages as m
 
 #: By which fraction steps took longer than with the best layers, as measured. Below 0, visits have helped. In the first
 #: steps, nothing is known yet: where steps are short, that is most of it.
@@ -99,6 +103,22 @@ def test_a_plan_that_is_refused_is_asked_for_again() -> None:
     assert run.planning._propose == wanted
     run.go(20)
     assert run.real.k_of(run.places.gpu) > k
+
+
+def _evicted(run: Run) -> None:
+    lid = min(run.places.gpu)
+    run.planning.on_evicted(m.Evicted(lid=lid, step=run.step, nbytes=1, evict_s=0.1, reason="a test"))
+
+
+@pytest.mark.parametrize("change", [_evicted, lambda run: run.planning._begin_updates(run.places, in_step=True)])
+def test_what_changes_a_plan_or_its_reasons_has_it_settle_anew(change: Callable[[Run], None]) -> None:
+    run = Run(Replay(cpu_rate=4.4e9))
+    run.go(100)
+    limits = run.planning.room.limits
+    made_for = (limits.gpu_state_bytes or 0, limits.host_bytes or 0, 1 + run.planning.mode.clipped)
+    assert run.planning._steady.lasts(*made_for)
+    change(run)
+    assert not run.planning._steady.lasts(*made_for)
 
 
 def test_a_settled_plan_gives_way_to_commands() -> None:

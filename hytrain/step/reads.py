@@ -250,7 +250,7 @@ class Reads:
             self.synchronize()
         for gate in () if self.is_traced else self.loose:
             for layer in gate.layers:
-                self._trip.wait_for(layer, on_host=True)
+                self._trip.wait_for(layer)
             self.mark_awaited(gate.parameters, inside=in_backward())
 
     def before_fork(self) -> None:
