@@ -281,7 +281,7 @@ class Run:
             wall_time=1e9 + step,
             step_s=step_s,
             measured=step,
-            stall_s=machine * (line.stall_s + hidden_s * replay.shows),
+            stall_s=machine * (line.stall_s + line.fetch_s + hidden_s * replay.shows),
             exposed_s=0.0,
             middle_s=0.0,
             starved=max(replay.starved * (replay.batches(step) <= 2), float(replay.busy(step))),

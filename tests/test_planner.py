@@ -174,7 +174,7 @@ def test_offloaded_weights_come_through_a_window() -> None:
         ("fetch", third, 15, 16),
         ("forward", third, 16, 17),
     ]
-    assert (timeline.step_s, timeline.fetch_s, timeline.stalls_s, busy_s(timeline)) == (17, 2, {first: 3}, 9)
+    assert (timeline.step_s, timeline.fetch_s, timeline.stalls_s, busy_s(timeline)) == (17, 2 + 3, {first: 3}, 9)
     visiting = simulate(replace(three, offload=1.0, visit=1.0, hold_bytes=0), NONE)
     assert [event[1] for event in visiting.events if event[0] == "fetch"] == [second, first, second, third]
     on_link = sorted((event for event in visiting.events if event[0] in ("visit", "fetch")), key=lambda event: event[2])

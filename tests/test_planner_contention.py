@@ -31,6 +31,7 @@ from hytrain.planner.simulate import simulate
 from protocol.placement import Places
 
 SOME, ALL = frozenset({0}), frozenset({0, 1})
+TINY_S = 1e-242  # its square is 0
 
 
 def observe(contention: Contention, owned: frozenset[int], *steps: tuple[float, float], starved: float = 1.0) -> None:
@@ -339,6 +340,7 @@ def test_a_plan_of_long_ago_is_not_compared() -> None:
         max_size=8,
     )
 )
+@example([("b", 1.0, [0.0, 1.0, TINY_S]), ("a", 0.0, [*[0.0] * 6, 1.0, TINY_S])])
 def test_the_cost_is_a_fraction_whatever_is_seen(plans: list[tuple[str, float, list[float]]]) -> None:
     cost = cost_of_updates()
     for placed, part, times_s in plans:

@@ -211,7 +211,7 @@ class VisitsCost:
         more = fmean(here.besides) - longer * fmean(before.besides)
         cost = (longer - 1) / more if abs(more) >= LITTLE else inf
         if -2 * self._usual <= cost <= MOST_LOST:
-            noise = (here.noise + longer**2 * before.noise) / before_s**2
+            noise = (here.noise + longer**2 * before.noise) / before_s / before_s  # which has no square if tiny
             self._evidence.add(max(cost, 0.0), more**2 / (noise + 2 * DRIFT**2))
 
     def check(self) -> None:

@@ -52,9 +52,9 @@ class Timeline:
     """A step in steady state: from the start of one backward to the start of the next.
 
     It is an unclipped step if the CPU is ahead of the verdict, and one in which the CPU has its usual pace; `step_s`
-    is the mean of all steps. `stalls_s` has the layers whose forward waited for updates. `fetch_s` is backward's wait
-    for copies of offloaded weights, and for visits, if waiting gradients take all the memory that they may. `events`
-    are grouped by server, each in order of time; a preempted CPU update has several.
+    is the mean of all steps. `stalls_s` has the layers whose forward waited for updates. `fetch_s` is the wait for
+    copies of offloaded weights, and backward's for visits, if waiting gradients take all the memory that they may.
+    `events` are grouped by server, each in order of time; a preempted CPU update has several.
     """
 
     step_s: float
@@ -144,7 +144,6 @@ def _play(
     events += visits.events
     ready_s |= {layer.lid: at for layer, at in updated if layer.lid in places.offloaded}
     stalls_s = {}
-    fetch_s = window.waited_s + visits.waited_s
     now += profile.other_s
     window.turn()
     for layer in profile.layers:
@@ -164,7 +163,7 @@ def _play(
     return Timeline(
         step_s=now + profile.middle_s,
         stalls_s=stalls_s,
-        fetch_s=fetch_s,
+        fetch_s=window.waited_s + visits.waited_s,
         cpu_busy_s=cpu_busy_s,
         events=tuple(events),
     )
