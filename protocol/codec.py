@@ -25,7 +25,7 @@ from protocol.address import Address
 from protocol.messages import Message
 from protocol.rules import HYPERS, Hyper
 
-VERSION: Final = 8
+VERSION: Final = 9
 MAX_FRAME_BYTES: Final = 16 << 20
 
 MESSAGES: Final[dict[str, type[Message]]] = {

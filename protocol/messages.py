@@ -332,13 +332,11 @@ class GradReady(Message, by="trainer"):
     """Trainer to optimizer: the whole gradient of layer `lid` is in its `grads` plane.
 
     `counts[i]`: the step count of segment i after this update, or 0 if it had no gradient in this step.
-    `exceeds`: a hint. The gradients so far already show that the step will be scaled or skipped.
     """
 
     step: Count
     lid: Count
     counts: tuple[Count, ...]
-    exceeds: bool = False
 
     def _check(self) -> None:
         _require(any(self.counts), "no segment has a gradient")
@@ -749,8 +747,11 @@ class CommandReply(Message, by="coordinator"):
 # ---------------------------------------------------------------- the end
 
 
-class Failure(Message, by="trainer optimizer"):
-    """Worker to the others, before it exits: what went wrong, in which step and layer, and the traceback."""
+class Failure(Message, by="optimizer coordinator"):
+    """Optimizer to the others, before it exits: what went wrong, in which step and layer, and the traceback.
+
+    Coordinator to a trainer: no first plan fits.
+    """
 
     step: int | None
     lid: int | None

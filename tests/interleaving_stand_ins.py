@@ -39,7 +39,6 @@ from hytrain.memory import visits
 from hytrain.memory.arena import ArenaFile, receive_arena, send_arena
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import Copy, Traffic, Transfer
-from hytrain.model.trained import TrainedLayer
 from hytrain.run.link import Draft
 from hytrain.run.ownership import PlanBook, PlanLedger
 from hytrain.step import engine, health, verdict
@@ -362,10 +361,6 @@ class Verdicts(verdict.Verdicts):
         self.awaited, self.scale = self._rng.random() < 0.7, None
         scale = self._rng.choice((1.0, 1.0, 1.0, 0.5, None, None)) if self.awaited else 1.0
         self._world.scales[self._world.step()] = scale
-
-    def norm_so_far(self, layer: TrainedLayer) -> Any:
-        norm, exceeds = torch.full((1,), written_in(self._world.step())), self._rng.random() < 0.1
-        return SimpleNamespace(copy=(torch.zeros(1), norm), exceeds=lambda: exceeds)
 
     def judge(self, step: int) -> verdict.Judgement:
         scale = self._world.scales[step]

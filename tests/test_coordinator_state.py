@@ -70,6 +70,8 @@ class Driver:
         finally:
             self.state.check()
         self.written += self.records
+        for command in self.commands:
+            assert not isinstance(command, Send | Answer) or "coordinator" in command.message.by, "it would be dropped"
         return self.commands
 
     def sent(self, message: m.Message, sender: Address | None = None) -> Sent:

@@ -208,21 +208,6 @@ def test_what_is_done_when_the_verdict_is_one_holds_in_the_other_bank() -> None:
     assert queue.banks[1] == (0,), "a layer that comes back begins with the banks that it is said to have"
 
 
-def test_a_norm_above_its_limit_ends_the_speculation_of_its_step_alone() -> None:
-    queue = speculating([16], [16], [32])
-    ready(queue, 2, 0)
-    work(queue)
-    queue.grad_ready(GradReady(step=0, lid=1, counts=(1,), exceeds=True))
-    queue.check()
-    ready(queue, 0, 0)
-    assert queue.idle, "as if it had waited from the start"
-    assert judged(queue, 0) == [], "a hint that was wrong costs time"
-    assert [work(queue)[0].lid for _ in range(4)] == [0, 1, 2, 2]
-    queue.begin(begin_message(1, awaits_verdict=True))
-    ready(queue, 0, 1)
-    assert work(queue)[0].target == 1
-
-
 @given(seed=st.integers(0, 2**32), tile_numel=st.integers(1, 60))
 def test_any_order_and_mode_gives_clip_then_step(seed: int, tile_numel: int) -> None:
     """Two banks of numbers, each update a function of what it reads: what is announced is what clipping first gives.
@@ -283,7 +268,7 @@ def test_any_order_and_mode_gives_clip_then_step(seed: int, tile_numel: int) -> 
                             lr = step + (0.5 if index % 2 else 0.25)
                             expected[lid][index] = hash((old, lr, scale)) if count else old
                             made[lid][index] = count or made[lid][index]
-                    hear(queue.grad_ready(GradReady(step=step, lid=lid, counts=counts, exceeds=rng.random() < 0.1)))
+                    hear(queue.grad_ready(GradReady(step=step, lid=lid, counts=counts)))
             queue.check()
     while not queue.idle:
         go_on()

@@ -178,12 +178,13 @@ class Link:
         return WorkerDied(f"{first or noticed}; its log is in {self._cluster.run_dir}/logs{way_on}")
 
     def _failure(self, incoming: Incoming, failure: m.Failure) -> str:
-        """A worker's failure as text. An optimizer ends after it, and is waited for.
+        """A failure as text. An optimizer ends after its own, and is waited for.
 
         Who ends because of it must not end before it: the launcher looks which of its processes has ended.
         """
-        if incoming.address.role == "optimizer":
-            self._await_optimizer()
+        if incoming.address.role == "coordinator":
+            return failure.error
+        self._await_optimizer()
         where = f" in step {failure.step}" if failure.step is not None else ""
         where += f" at layer {failure.lid}" if failure.lid is not None else ""
         return f"{incoming.address} failed{where}: {failure.error}\n\n{failure.traceback}".rstrip()

@@ -131,8 +131,7 @@ class Engine:
         self._health, self._kept = Health(accumulation.timing, updater, hang_timeout_s), KeptGradients()
         numels, names = [layer.spec.numel for layer in layers], [layer.name for layer in layers]
         self._meter = Meter(transfers.clock, numels, is_stage=is_stage, trace=trace, names=names)
-        hints = layers[0].layout.banks == 2
-        self.verdicts = Verdicts(parameters, options, transfers, ranks=ranks, counted=counted, hints=hints)
+        self.verdicts = Verdicts(parameters, options, transfers, ranks=ranks, counted=counted)
         self._offload = Offload(blocks, transfers, hold_bytes=hold_bytes if _waits_for_visits(options) else 0)
         segments = [segment for layer in layers for segment in layer.spec.segments]
         self._visits = Visits(transfers, parameters[0].own.device, segments, hold_bytes=hold_bytes)

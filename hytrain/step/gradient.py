@@ -28,24 +28,21 @@ from hytrain.run.link import Draft
 from hytrain.step.autograd import in_backward
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
-from hytrain.step.verdict import NormSoFar
 from hytrain.tensors import count_write
 from protocol.messages import GradReady, WeightsReady
 
 
 @dataclass(frozen=True, slots=True)
 class Departure(Draft):
-    """A layer's gradients on their way to the host, possibly with the norm of the step's gradients so far."""
+    """A layer's gradients on their way to the host."""
 
     layer: TrainedLayer
     step: int
     counts: tuple[int, ...]
-    norm: NormSoFar | None
 
     def message(self) -> GradReady:
         self.layer.life.on(Event.COPIED, self.step)
-        exceeds = self.norm is not None and self.norm.exceeds()
-        return GradReady(step=self.step, lid=self.layer.lid, counts=self.counts, exceeds=exceeds)
+        return GradReady(step=self.step, lid=self.layer.lid, counts=self.counts)
 
 
 class RoundTrip:
@@ -81,14 +78,14 @@ class RoundTrip:
             self._transfers.join(layer.streams, layer.filled.values())
         if self._overlap and self._verdicts.takes_norms:
             self._verdicts.add(layer)
-        awaited, step = self._verdicts.awaited, self._health.life.step
+        step = self._health.life.step
         with self._health.changed:
             counts = tuple([s.owner.count if i in layer.filled else 0 for i, s in enumerate(layer.segments)])
             layer.life.on(Event.FILLED, step)
             gradients, layer.filled, layer.sent, layer.landing, layer.source = layer.filled, {}, counts, None, None
             layer.whole.clear()
             layer.streams.clear()
-            if layer.life.placement.updates == "cpu" and not awaited:
+            if layer.life.placement.updates == "cpu" and not self._verdicts.awaited:
                 _count_write(layer)
         if layer.life.placement.updates == "gpu":
             self._device.update(layer, gradients, stream)
@@ -97,12 +94,9 @@ class RoundTrip:
             self._offload.begin_update(layer.block)
         grads = layer.arena.grads
         copies = [(grads[index], each) for index, each in sorted(gradients.items()) if each is not grads[index]]
-        norm = self._verdicts.norm_so_far(layer) if awaited else None
-        leaving = self._transfers.let_go(
-            self._transfers.gradients_out(copies if norm is None else [*copies, norm.copy])
-        )
+        leaving = self._transfers.let_go(self._transfers.gradients_out(copies))
         self._meter.span("d2h_s", layer.lid, step, leaving.span)
-        self._link.post("optimizer", Departure(layer, step, counts, norm), after=leaving)
+        self._link.post("optimizer", Departure(layer, step, counts), after=leaving)
         return leaving
 
     def end_step(self) -> None:

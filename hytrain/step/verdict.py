@@ -2,14 +2,13 @@
 
 Global clipping:
 
-    layer full ─ add: norm by parameter ──┬─▶ norm so far, copied with the gradient ─▶ GradReady.exceeds, a hint
-    backward over ─ judge ────────────────┴─▶ norm ─▶ scale, on the device ─▶ GPU-owned layers, now
-                                                      └─ copied to the host ─▶ Verdict ─▶ optimizer: its layers
+    layer full ─ add: norm by parameter ─┐
+    backward over ─ judge ───────────────┴─▶ norm ─▶ scale, on the device ─▶ GPU-owned layers, now
+                                                     └─ copied to the host ─▶ Verdict ─▶ optimizer: its layers
 
 Norms are computed on the device, whoever owns the layer, and combined in the order of the parameters, by the functions
 that `torch.nn.utils.clip_grad_norm_` calls, but always in float32. That of a parameter in pieces comes with the layer
-that has its first. So scale and verdict do not depend on k. Only `count_last` waits for the device. The norm so far
-grows as layers come. It tells an optimizer that updates ahead of the verdict when to stop doing so.
+that has its first. So scale and verdict do not depend on k. Only `count_last` waits for the device.
 
 With a scaled loss, the gradients' norm is divided by the loss scale, and the verdict's scale includes that division. A
 non-finite step is skipped, and lowers a dynamic loss scale.
@@ -31,8 +30,7 @@ import torch
 from torch import Tensor
 
 from hytrain.errors import NonFiniteGradients
-from hytrain.memory.clock import Stream
-from hytrain.memory.transfer import Copy, Transfer, Transfers
+from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.options import Options
 from hytrain.run.link import Draft
@@ -44,8 +42,6 @@ from protocol.messages import Verdict
 NORM_EPS: Final = 1e-6
 #: The scale that marks a skipped step.
 SKIPPED: Final = -1.0
-#: The norm so far is summed in another order than the norm, so it must exceed the limit by this fraction.
-MARGIN: Final = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +65,14 @@ class Judgement(Draft):
         return Verdict(step=self.step, scale=1.0 if skipped else self.scale, skipped=skipped, rounds=self.is_loops)
 
 
-@dataclass(frozen=True, slots=True)
-class NormSoFar:
-    """The norm of the gradients that have come so far in a step, on its way to the host."""
-
-    copy: Copy
-    _limit: float
-
-    def exceeds(self) -> bool:
-        """Whether the step will be clipped or skipped. Call it after the copy. NaN exceeds any limit."""
-        return not float(self.copy[0][0]) <= self._limit
-
-
 class Verdicts:
     """The norms and verdicts of one model.
 
     If `takes_norms` is set, `add` must see the gradients of each layer. If `awaited` is set, steps await a verdict.
     `grad_norm` is the last step's norm, `scale` the factor of its gradients: float32, shape (), on the device.
     `factor`: by which the loop has multiplied all gradients of this step that the CPU reads, in their dtype.
-    `skipped` counts skipped steps. `loss_scale` is None if losses are not scaled. `hints` turns on `norm_so_far`.
-    `counted` are the ids of the parameters that this rank counts in the norm.
+    `skipped` counts skipped steps. `loss_scale` is None if losses are not scaled. `counted` are the ids of the
+    parameters that this rank counts in the norm.
     """
 
     def __init__(
@@ -99,7 +83,6 @@ class Verdicts:
         *,
         ranks: Ranks,
         counted: Set[int],
-        hints: bool = False,
     ) -> None:
         self._parameters, self._transfers = parameters, transfers
         self._ranks, self._counted = ranks, counted
@@ -112,10 +95,6 @@ class Verdicts:
         self.loss_scale = None if wanted is None else LossScale(wanted, self._device)
         self._order = {id(known): index for index, known in enumerate(parameters)}
         self._norms: dict[int, Tensor] = {}  # by number of the parameter
-        self._hints = hints and self.awaited
-        self._so_far: list[Tensor] = []
-        self._so_far_by: Stream = None  # the stream that has computed it
-        self._so_far_on_host: dict[int, Tensor] = {}
         self._last: Judgement | None = None
         self.grad_norm: Tensor | None = None
         self.scale: Tensor | None = None
@@ -131,29 +110,11 @@ class Verdicts:
                 owner = layer.segments[index].owner
                 if id(owner.parameter) in self._counted:
                     self._norms[self._order[id(owner)]] = norm
-            if self._hints and norms:
-                self._transfers.join([self._so_far_by], self._so_far)
-                self._so_far_by = self._transfers.stream()
-                self._so_far = [torch.linalg.vector_norm(torch.stack([*self._so_far, *norms]))]
         if self._max_layer_norm is not None:
             norm = torch.linalg.vector_norm(torch.stack(_norms([layer.filled[i] for i in sorted(layer.filled)])))
             scale = torch.clamp(self._max_layer_norm / (self._unscaled(norm) + NORM_EPS), max=1.0)
             for gradient in layer.filled.values():
                 gradient.mul_(scale)
-
-    def norm_so_far(self, layer: TrainedLayer) -> NormSoFar | None:
-        """The norm of the gradients that came since the last verdict, to be copied together with the layer's own.
-
-        None before any: the norm of a parameter in pieces comes with the first.
-        """
-        if not self._so_far:
-            return None
-        self._transfers.join([self._so_far_by], self._so_far)
-        norm = self._so_far[0].view(1)
-        if layer.lid not in self._so_far_on_host:  # the layer's last copy ends before its next gradient
-            self._so_far_on_host[layer.lid] = _number_on_host(norm.is_cuda)
-        limit = torch.finfo(norm.dtype).max if self._max_norm is None else self._max_norm * (1 + MARGIN)
-        return NormSoFar((self._so_far_on_host[layer.lid], norm), limit)
 
     def norm_of(self, layers: Iterable[TrainedLayer]) -> Tensor:
         """The norm of the step's gradients, before its verdict: `add` and `judge` are still to come."""
@@ -199,7 +160,6 @@ class Verdicts:
         """The norm of all gradients that have come in this step, on all ranks. With several, a collective."""
         norms = [self._norms[number] for number in sorted(self._norms)]
         self._norms.clear()
-        self._so_far.clear()
         if self._ranks.world == 1:
             whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
             return whole
@@ -222,7 +182,6 @@ class Verdicts:
 
     def close(self) -> None:
         self._norms.clear()
-        self._so_far.clear()
 
     def skipped_by_now(self) -> int:
         """How many steps were skipped, with the last one: waits for its verdict."""

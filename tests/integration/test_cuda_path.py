@@ -50,7 +50,6 @@ from hytrain.step.gradient import RoundTrip
 from hytrain.step.handover import Handover
 from hytrain.step.masters import Masters
 from hytrain.step.offload import Offload
-from hytrain.step.verdict import Verdicts
 from hytrain.tensors import address
 from protocol.messages import TakeOver
 
@@ -341,32 +340,6 @@ def test_gradients_of_two_streams_are_waited_for(k: float, current: Current, mon
     with adamw(model, updates="backward", k=k) as opt:
         train(model, opt, range(2), square_loss)
         assert len(sent) == 2 * len(opt._session.layers)
-
-
-def test_a_stream_that_adds_to_the_norm_waits_for_who_has_added_before(
-    current: Current, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, adders, seen = perceptron(), list[Stream](), list[bool]()
-    for index, parameter in enumerate(model.parameters()):
-
-        def run_on(tensor: torch.Tensor, stream: Stream = current.streams[index // 2 % 2]) -> None:
-            current.stream = stream
-
-        parameter.register_post_accumulate_grad_hook(run_on)
-
-    def add(self: Verdicts, layer: TrainedLayer) -> None:
-        current.stream.waited_for.clear()
-        has_begun = bool(self._so_far)
-        before(self, layer)
-        if has_begun and adders[-1] is not current.stream:
-            seen.append(adders[-1] in current.stream.waited_for)
-        adders.append(current.stream)
-
-    before = Verdicts.add
-    monkeypatch.setattr(Verdicts, "add", add)
-    with adamw(model, updates="backward", k=0.0, max_grad_norm=1.0) as opt:
-        train(model, opt, range(2), square_loss)
-    assert seen and all(seen)
 
 
 @pytest.mark.parametrize("where", ["device", "host"])

@@ -15,8 +15,6 @@ speculative update reads the current bank and writes the other one. Its WeightsR
     another scale    the current bank is unchanged: the update starts again, in place
     skipped          the current bank is unchanged: the layer is announced
 
-A GradReady that says that the norm already exceeds its limit ends the speculation of its step.
-
 The queue counts each segment's updates. A GradReady says the count that its update is to have, and both must agree.
 """
 
@@ -152,14 +150,6 @@ class UpdateQueue:
             raise QueueError(f"{len(positions)} positions for {len(self.layers)} layers")
         self.positions = list(positions)
 
-    def _requeue(self) -> None:
-        """Queue all updates that can continue now, that is, those that do not only wait for the verdict."""
-        self._queued = {
-            lid
-            for lid, work in self._work.items()
-            if not work.is_complete and (work.ahead or lid not in self._unjudged)
-        }
-
     def begin(self, message: StepBegin) -> None:
         """Begin a step, with its hyperparameters. Updates of the last step may still be unfinished."""
         if message.step <= self.step:
@@ -176,7 +166,7 @@ class UpdateQueue:
             raise QueueError(f"Verdict on step {message.step} in step {self.step}, which awaits none")
         self._verdict, unjudged, self._unjudged = message, self._unjudged, set()
         found = [self._judged(lid, message) for lid in sorted(unjudged, key=self.positions.__getitem__)]
-        self._requeue()
+        self._queued = {lid for lid, work in self._work.items() if not work.is_complete}
         return [done for done in found if done is not None]
 
     def _judged(self, lid: int, verdict: Verdict) -> WeightsReady | None:
@@ -197,13 +187,6 @@ class UpdateQueue:
             banks = tuple(1 - bank if count else bank for bank, count in zip(banks, work.ready.counts, strict=True))
         self.banks[lid], self._done[lid] = banks, work.ready.step
         return WeightsReady(step=work.ready.step, lid=lid, banks=banks)
-
-    def _stop_speculating(self) -> None:
-        """The scale will not be 1.0: discard the speculative updates, and let them wait for the verdict."""
-        self._speculating = False
-        for lid in self._unjudged:
-            self._work[lid].begin_anew()
-        self._requeue()
 
     def grad_ready(self, message: GradReady) -> WeightsReady | None:
         """Queue the layer's update. Raises `QueueError` if layer, step or segment counts do not fit.
@@ -228,8 +211,6 @@ class UpdateQueue:
         work = self._work[lid] = _Work(message, self._groups, self._float_mode)
         if self._awaits_verdict and self._verdict is None:
             self._unjudged.add(lid)
-            if self._speculating and message.exceeds:
-                self._stop_speculating()
             work.ahead = self._speculating
         elif self._verdict is not None and (done := self._judged(lid, self._verdict)) is not None:
             return done

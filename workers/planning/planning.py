@@ -131,8 +131,8 @@ class Planning:
                 for_visits_bytes=self.room.for_visits_bytes,
             )
         except Infeasible as error:
-            failure = m.Failure(step=None, lid=None, error=str(error), traceback="")
-            return [Note(f"{NO_PLAN}: {error}"), Send(self._trainer, failure)]
+            failure = m.Failure(step=None, lid=None, error=f"{NO_PLAN}: {error}", traceback="")
+            return [Note(failure.error), Send(self._trainer, failure)]
         why = "the first plan, before a step is measured"
         return self._propose(Decision(gpu_lids=lids, visit=visit, offload=offload, reason=why), 0)
 
@@ -157,7 +157,7 @@ class Planning:
             self._tried.note_step(profile, usual, self._step, self.mode.of)
         self._book.activation_bytes = report.activation_bytes  # which take their time on the link
         is_moving = report.moving or self._ledger.busy
-        if not is_moving and report.step_s is not None:
+        if not is_moving:
             self._steady.note(report.step_s, self.measured.cpu_busy_s(report.step - 1) or 0.0)
         self.room.heed(report, is_warm=self.measured.is_warm(report.step), is_moving=is_moving)
         rests = not self._ledger.busy and self._rest is None
