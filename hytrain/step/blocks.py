@@ -112,7 +112,7 @@ class Blocks:
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(again)
                 if self._offload.block_of(tensor) is block:
-                    self._offload.pin(block, Pin.VIEWED)
+                    block.life.pin(Pin.VIEWED)
         self._offload.leave(block)
 
     # ------------------------------------------------------------ what autograd saves
@@ -171,7 +171,7 @@ def _packing(
     blocks: Blocks, offload: Offload, activations: Activations | None
 ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
     """What autograd does with a tensor that it saves, and with what it has saved when it needs it."""
-    me, block_of, pin = weakref.ref(blocks), offload.block_of, offload.pin
+    me, block_of = weakref.ref(blocks), offload.block_of
 
     @uncompiled
     def pack(tensor: Tensor) -> Any:
@@ -198,7 +198,7 @@ def _packing(
         if (blocks := me()) is not None:
             blocks.enter_backward(saved.gate)
             if torch.is_grad_enabled() and saved.gate.block is not None:
-                pin(saved.gate.block, Pin.GRAPH)  # `create_graph`: what this backward saves is not seen
+                saved.gate.block.life.pin(Pin.GRAPH)  # `create_graph`: what this backward saves is not seen
         if not has_memory(saved.tensor):
             raise UsageError(f"layer {saved.gate.layers[0].name} is used again after its update has begun")
         return saved.tensor

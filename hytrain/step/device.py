@@ -121,7 +121,7 @@ class DeviceUpdates:
         weights_bytes = 0 if block is None or Pin.VISIT in block.life.pins else block.nbytes
         puts_off = self._visits.puts_off(sum(gradient.nbytes for gradient in gradients), weights_bytes)
         if block is not None and puts_off:
-            self._offload.pin(block, Pin.VISIT)
+            block.life.pin(Pin.VISIT)
         return puts_off
 
     def _scale(self) -> tuple[float | None, Tensor | None]:

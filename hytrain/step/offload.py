@@ -270,10 +270,6 @@ class Offload:
             block.life.end_use()
             self.note_use(block)  # perhaps on a stream of the user's own
 
-    def pin(self, block: OffloadedBlock, why: Pin) -> None:
-        """It must stay: a graph may need it until the step ends, somebody has a view of it, or its visit is put off."""
-        block.life.pin(why)
-
     def begin_update(self, block: OffloadedBlock) -> None:
         """The CPU is about to update a layer of it in host memory."""
         if block.life.is_offloaded:
@@ -295,11 +291,6 @@ class Offload:
                 self._bring(block)
                 if block.arrival is not None:
                     block.arrival.synchronize()
-
-    def keep(self, layer: TrainedLayer) -> None:
-        """The layer is read where nobody sees it: its block stays on the GPU from now on."""
-        if layer.block is not None:
-            layer.block.life.pin(Pin.HIDDEN)
 
     def before_update(self, block: OffloadedBlock) -> None:
         """The GPU is about to update a layer of it, perhaps long after its backward."""

@@ -23,6 +23,7 @@ import torch
 
 from hytrain.errors import HyTrainError, StaleReadError, UsageError
 from hytrain.memory.clock import Mark, Stream
+from hytrain.model.block_life import Pin
 from hytrain.model.trained import Gate, TrainedLayer, TrainedParameter, written
 from hytrain.model.watched import unwatched
 from hytrain.step.autograd import REENTRANT, in_backward, inside_reentrant_checkpoint
@@ -292,7 +293,8 @@ class Reads:
                 self._health.refuse(stale.format(parameter.name), StaleReadError)
             if layer not in self.root.layers:
                 self.root.add(layer)
-                self._offload.keep(layer)
+                if layer.block is not None:
+                    layer.block.life.pin(Pin.HIDDEN)  # it is read where nobody sees it
 
     def note_order(self, layers: Iterable[TrainedLayer]) -> None:
         """A training forward has come to these layers, in the order in which it needs them."""
