@@ -44,7 +44,7 @@ class Blocks:
     def __init__(self, common: Common, trip: RoundTrip) -> None:
         self._health, self._meter = common.health, common.meter
         self._trip, self._offload, self._activations = trip, common.offload, common.activations
-        self._hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = None
+        self._hooks: dict[bool, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {}  # by whether in backward
         self._no_graphs = set[OffloadedBlock]()  # that have been seen to be no CUDA graphs
         self._measured: dict[OffloadedBlock, tuple[Transfer, int]] = {}  # the last copy that the meter got, its step
         self._saving: dict[Gate | None, list[saved_tensors_hooks]] = {}  # by gates that run forward; None: the root's
@@ -119,7 +119,7 @@ class Blocks:
 
     def enter_root(self) -> None:
         """The whole model is about to compute: from here on, what autograd saves goes to host memory, if asked for."""
-        if self._activations is not None and _may_save_with_hooks():
+        if self._activations is not None and not in_backward() and _may_save_with_hooks():
             self._activations.begin_forward()
             self._save_with_hooks(None)
 
@@ -146,16 +146,18 @@ class Blocks:
         self._saving.setdefault(gate, []).append(saving)
 
     def _saving_hooks(self) -> saved_tensors_hooks:
-        """Hooks under which autograd may save offloaded weights, and activations go to host memory."""
-        if self._hooks is None:
-            self._hooks = _packing(self, self._offload, self._activations)
-        return saved_tensors_hooks(*self._hooks)
+        """Hooks under which autograd may save offloaded weights, and activations go to host memory.
+
+        Those of a forward that backward runs again are about to be used, so they stay.
+        """
+        inside = in_backward()
+        if inside not in self._hooks:
+            self._hooks[inside] = _packing(self, self._offload, None if inside else self._activations)
+        return saved_tensors_hooks(*self._hooks[inside])
 
 
 def _may_save_with_hooks() -> bool:
-    if in_backward() or saves_with_other_hooks():
-        return False
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return torch.is_grad_enabled() and not saves_with_other_hooks() and not torch.compiler.is_compiling()
 
 
 @dataclass(frozen=True, slots=True)

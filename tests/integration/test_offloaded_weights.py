@@ -613,6 +613,40 @@ def test_backward_finds_the_weights_wherever_it_begins(options: dict[str, Any], 
     same_as_torch(run, lambda: Ways(way), **options)
 
 
+class Again(torch.autograd.Function):
+    """What runs without a graph, and again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: nn.Module, x: Tensor) -> Any:
+        ctx.run, ctx.x = run, x
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor | None]:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        torch.autograd.backward(y, *gradients)
+        return None, x.grad
+
+
+@pytest.mark.parametrize(
+    "again", [partial(checkpoint, use_reentrant=True), Again.apply], ids=["checkpoint", "Function"]
+)
+@pytest.mark.parametrize("activations", [False, True])
+@pytest.mark.parametrize("options", OFFLOADED, ids=str)
+def test_blocks_that_backward_runs_again_together(options: dict[str, Any], activations: bool, again: Any) -> None:
+    """More than there is room for at once."""
+
+    def loss_of(model: nn.Module, step: int) -> Tensor:
+        first, *others, last = model.children()
+        x: Tensor = last(again(nn.Sequential(*others), first(vectors(step))))
+        return (x - vectors(step).sin()).square().mean()
+
+    options = {**options, "offload_activations": activations}
+    same_as_torch(lambda model, opt: train(model, opt, range(4), loss_of), partial(perceptron, depth=8), **options)
+
+
 def test_gradients_of_inputs_alone_bring_few_blocks_at_once() -> None:
     model = perceptron(depth=8)
     with adamw(model, **OFFLOADED[0]) as opt:
