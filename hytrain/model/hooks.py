@@ -3,7 +3,7 @@
     forward of the model or of a block  ─▶ _Calls, BeforeForward     ─▶ waits for its layers, and measures them
     FSDP2 gathers a group's shards      ─▶ OnGather                  ─▶ waits on the stream that reads them, and
                                                                         measures where modules use what was gathered
-    any other use of a parameter        ─▶ Watched, BeforeUse        ─▶ waits for this parameter
+    any other use of a parameter        ─▶ Watched                   ─▶ waits for this parameter
     its gradient                        ─▶ OnGradient                ─▶ consumes the gradient
 
 `torch.compile(model)` traces the hooks of the modules inside. Then the whole model waits instead of them, and the graph
@@ -22,8 +22,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict, UserDict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, Self, TypeVar
 
@@ -46,12 +46,11 @@ if TYPE_CHECKING:
     from hytrain.step.engine import Engine
     from hytrain.step.marks import Waited
     from hytrain.step.reads import Reads
-    from hytrain.step.uses import Uses
 
 
-T = TypeVar("T", bound="Reads | Uses | Backward | Engine")
+T = TypeVar("T", bound="Reads | Backward | Engine")
 
-#: The attributes in which a module keeps its hooks.
+#: The attributes in which a module keeps its hooks, and what it notes of them.
 _KEPT_IN: Final = [name for name in vars(nn.Module()) if "_hooks" in name]
 _SCRIPTED: Final = (
     "torch.jit.script of a model that HyTrain trains: TorchScript reads weights where HyTrain cannot wait for their "
@@ -186,7 +185,7 @@ class OnGather(_GateHook):
         if self._again is not None:
             reads.refuse_again(self._again)
         if self._waited is not None:
-            self._arrived = reads.before_use_of_gathered()
+            self._arrived = reads.arrive()
 
     @uncompiled
     def after_use(self) -> None:
@@ -225,22 +224,6 @@ class _Calls(_Hook[Any]):
     def __call__(self, *args: Any) -> None:
         if (target := self.target) is not None:
             self._given(target, *args)
-
-
-class BeforeUse(_Hook["Uses"]):
-    """Called when a watched parameter is used."""
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        if (uses := self.target) is not None:
-            uses.use(parameter)
-
-    def around(self, parameter: torch.Tensor) -> AbstractContextManager[Any]:
-        """A context for the operation that uses it."""
-        return nullcontext() if (uses := self.target) is None else uses.around(parameter)
-
-    def away(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A copy of the value in host memory, if the weights are offloaded."""
-        return None if (uses := self.target) is None else uses.away(parameter)
 
 
 class OnGradient(_Hook["Backward"]):
@@ -290,7 +273,12 @@ def _leave_out(model: nn.Module, ours: set[int]) -> Callable[[], None]:
 
     Returns the way back, which does not keep the model.
     """
-    dictionaries = [hooks for module in model.modules() for hooks in _dictionaries(module) if ours & hooks.keys()]
+    dictionaries = [
+        hooks
+        for module in model.modules()
+        for name in _KEPT_IN
+        if isinstance(hooks := vars(module).get(name), OrderedDict) and ours & hooks.keys()
+    ]
     for hooks in dictionaries:
         vars(hooks).setdefault("__reduce_ex__", _OursLeftOut(hooks)).ours.update(ours & hooks.keys())
     found = [weakref.ref(hooks) for hooks in dictionaries]
@@ -303,11 +291,6 @@ def _leave_out(model: nn.Module, ours: set[int]) -> Callable[[], None]:
                 del vars(hooks)["__reduce_ex__"]
 
     return undo
-
-
-def _dictionaries(module: nn.Module) -> Iterable[OrderedDict[int, Any]]:
-    """Those in which torch keeps a module's hooks, and what it notes of them."""
-    return [vars(module)[name] for name in _KEPT_IN if isinstance(vars(module).get(name), OrderedDict)]
 
 
 def _gate_of_first_layer(encoder: nn.TransformerEncoder, gates: list[tuple[Any, Gate]]) -> Gate:
@@ -362,11 +345,9 @@ def attach(
             hang(root.register_forward_hook, _Calls(engine, _after_root), always_call=True)
         for known in parameters:
             hang(known.parameter.register_post_accumulate_grad_hook, OnGradient(engine.backward, known))
-        before_use = BeforeUse(engine.uses)
-        undo.callback(before_use.release)
         if torch.distributed.is_available():
             undo.callback(collectives.watch(engine.uses))
-        watched = {kind: watched_class(kind, before_use) for kind in {type(known.parameter) for known in parameters}}
+        watched = {kind: watched_class(kind, engine.uses) for kind in {type(known.parameter) for known in parameters}}
         for known in parameters:
             known.watch_with(watched[type(known.parameter)])
         modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]  # all frozen

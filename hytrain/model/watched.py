@@ -5,7 +5,7 @@
     it leaves its forward        ─▶ watch    them again, also in a backward that recomputes it
 
 HyTrain writes parameters in the background. A watched parameter has a subclass of its own class, whose
-`__torch_function__` calls `Reads.use` before the operation runs: in a list kept from before, in `model.parameters()`,
+`__torch_function__` calls `Uses.use` before the operation runs: in a list kept from before, in `model.parameters()`,
 in `torch._foreach_` operations. Metadata, gradients and hooks are not its value. If other types of tensors take part
 that have a `__torch_function__`, the operation then runs with parameters of their own classes, as torch would do it.
 """
@@ -13,6 +13,7 @@ that have a `__torch_function__`, the operation then runs with parameters of the
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType
@@ -51,7 +52,7 @@ def _of_plain(name: str) -> Any:
     """A method that looks at the parameter's class, too."""
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        _before_use_of(self)(self)
+        _note_use(self)
         with _of_plain_classes([self]):
             return getattr(self, name)(*args, **options)
 
@@ -62,7 +63,7 @@ def _undispatched(name: str) -> Any:
     """A method of a tensor for which torch does not call `__torch_function__`."""
 
     def method(self: Any, *args: Any, **options: Any) -> Any:
-        _before_use_of(self)(self)
+        _note_use(self)
         kind = type(self)
         plain = kind.plain if issubclass(kind, Watched) else kind
         return getattr(plain, name)(self, *args, **options)
@@ -70,16 +71,20 @@ def _undispatched(name: str) -> Any:
     return method
 
 
-def _before_use_of(parameter: Any) -> Callable[[Any], None]:
-    """What a use of it calls first: nothing, once a forward on another thread has unwatched it."""
-    before_use: Callable[[Any], None] = getattr(type(parameter), "before_use", lambda one: None)
-    return before_use
+def _uses_of(parameter: Any) -> Any:
+    """Who is told of a use of it: None, once a forward on another thread has unwatched it."""
+    return getattr(type(parameter), "uses", lambda: None)()
+
+
+def _note_use(parameter: Any) -> None:
+    if (uses := _uses_of(parameter)) is not None:
+        uses.use(parameter)
 
 
 class Watched:
-    """The base of the classes that watched parameters have. `before_use` is a `hooks.BeforeUse`."""
+    """The base of the classes that watched parameters have. `uses` is a weak reference to their `step.uses.Uses`."""
 
-    before_use: ClassVar[Any]
+    uses: ClassVar[Callable[[], Any]]
     plain: ClassVar[type]
 
     @classmethod
@@ -91,9 +96,9 @@ class Watched:
                 found = list(_found_in((*args, *kwargs.values()) if kwargs else args))
                 if func not in _HARMLESS:
                     for parameter in found:  # a forward on another thread may unwatch it any time
-                        before_use = getattr(type(parameter), "before_use", cls.before_use)
-                        around.enter_context(before_use.around(parameter))
-                        before_use(parameter)
+                        if (uses := getattr(type(parameter), "uses", cls.uses)()) is not None:
+                            around.enter_context(uses.around(parameter))
+                            uses.use(parameter)
                 if others_answer:
                     around.enter_context(_of_plain_classes(found))
                     around.enter_context(torch._C._EnableTorchFunction())
@@ -120,8 +125,8 @@ class Watched:
     def _away(self, caller: CodeType) -> Tensor | None:
         """What `model.state_dict()` has of offloaded weights: it takes no GPU memory."""
         saves = caller is nn.Module._save_to_state_dict.__code__
-        before_use = getattr(type(self), "before_use", None) if saves else None
-        return None if before_use is None else cast(Tensor | None, before_use.away(self))
+        uses = _uses_of(self) if saves else None
+        return None if uses is None else cast(Tensor | None, uses.away(self))
 
     __deepcopy__, __reduce_ex__, __repr__ = map(_of_plain, ("__deepcopy__", "__reduce_ex__", "__repr__"))
 
@@ -140,9 +145,9 @@ class _WatchedDTensor(Watched):
     to_local, full_tensor, redistribute = map(_of_plain, ("to_local", "full_tensor", "redistribute"))
 
 
-def watched_class(plain: type, before_use: Any) -> type:
-    """A subclass of `plain`, with its name, for parameters whose uses call `before_use` first."""
-    name_space = {"before_use": staticmethod(before_use), "plain": plain, "__module__": plain.__module__}
+def watched_class(plain: type, uses: Any) -> type:
+    """A subclass of `plain`, with its name, for parameters of whose uses `uses` is told first."""
+    name_space = {"uses": weakref.ref(uses), "plain": plain, "__module__": plain.__module__}
     base = _WatchedDTensor if hasattr(plain, "to_local") else Watched
     return type(plain)(plain.__name__, (base, plain), name_space)
 

@@ -20,13 +20,6 @@ from hytrain.step.common import Common
 from hytrain.step.life import State
 from hytrain.tensors import is_distributed, shaped
 from protocol.handles import DTYPE_BYTES
-from protocol.messages import Segment
-
-
-def _gradient_bytes(segment: Segment) -> int:
-    """Of a gradient that is kept, and of the same in the dtype in which its update reads it."""
-    dtypes = {segment.dtype, segment.grads_dtype}
-    return segment.numel * sum(DTYPE_BYTES[dtype] for dtype in dtypes)
 
 
 class LateReads:
@@ -36,7 +29,11 @@ class LateReads:
         self._transfers, self._health, self._verdicts = common.transfers, common.health, common.verdicts
         self._timing = common.accumulation.timing
         self._layers = common.layers
-        self._nbytes = [sum(map(_gradient_bytes, layer.spec.segments)) for layer in common.layers]
+        # Of gradients that are kept, and of the same in the dtypes in which their updates read them.
+        self._nbytes = [
+            sum(each.numel * sum(DTYPE_BYTES[dtype] for dtype in {each.dtype, each.grads_dtype}) for each in segments)
+            for segments in [layer.spec.segments for layer in common.layers]
+        ]
         self._budget = 0.0  # bytes to keep in a step
         self._left: float | None = None  # of them in this one, once a layer was updated
         self._kept_bytes = 0

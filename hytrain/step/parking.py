@@ -133,15 +133,12 @@ class Parking:
 
     @untraced()
     def _bring_weights(self) -> None:
+        places = [place for known in self._away for place in known.places]
         with unwatched():
             allocate(*[known.own for known in self._away])
-            self._transfers.state_in(self._weights_in(self._away), self._transfers.fence()).synchronize()
+            copies = [(layer.segments[index].weights, layer.arena.weights[index]) for layer, index in places]
+            self._transfers.state_in(copies, self._transfers.fence()).synchronize()
         self._away = []
-
-    @staticmethod
-    def _weights_in(parameters: list[TrainedParameter]) -> list[Copy]:
-        places = [place for known in parameters for place in known.places]
-        return [(layer.segments[index].weights, layer.arena.weights[index]) for layer, index in places]
 
     def end(self) -> None:
         """Leave ordinary weights: on the GPU, or in host memory where there is no room."""

@@ -74,7 +74,7 @@ class Reads:
         self.root = Gate()
         self._thread: int | None = None  # the one that trains
         self._layers, self._parameters = common.layers, common.parameters
-        self._health, self._meter = common.health, common.meter
+        self._health, self._meter, self.arrive = common.health, common.meter, common.meter.arrive
         self._trip, self._offload, self._blocks, self._visits = trip, common.offload, blocks, common.visits
         self._activations = common.activations
         self._hoisted: dict[Gate, None] = {}
@@ -102,30 +102,20 @@ class Reads:
             if gate.block is not None:
                 self._offload.enter(gate.block, True)
             return again, None, None
-        waited = self._before_gather(gate, modules)
-        return None, waited, self._meter.gather(gate.lids) if torch.is_grad_enabled() or in_backward() else None
-
-    def _before_gather(self, gate: Gate, modules: Stream) -> Waited | None:
-        measured = self._measures(gate)
+        measured, waited = self._measures(gate), None
         fetches = in_backward() and gate.block is not None and gate.block.life.is_offloaded
-        if not (measured or fetches):
-            self._await(gate, False)
-            self.leave(gate)
-            return None
-        noticed, began = self._meter.mark(modules), self._meter.mark()
+        before = (self._meter.mark(modules), self._meter.mark()) if measured or fetches else None
         self._await(gate, measured)
         self.leave(gate)
-        waited = began, self._meter.mark()
-        return Waited((noticed, self._meter.mark(modules)), waited)
+        if before is not None:
+            ended = self._meter.mark()
+            waited = Waited((before[0], self._meter.mark(modules)), (before[1], ended))
+        return None, waited, self._meter.gather(gate.lids) if torch.is_grad_enabled() or in_backward() else None
 
     def after_reading(self, gate: Gate) -> None:
         """The all-gather has copied the shards, on the current stream."""
         if gate.block is not None:
             self._offload.after_gather(gate.block, in_backward())
-
-    def before_use_of_gathered(self) -> Mark:
-        """Modules are about to wait for an all-gather."""
-        return self._meter.arrive()
 
     def use_gathered(self, gate: Gate, arrived: Mark, waited: Waited) -> None:
         """Modules compute with what was gathered."""

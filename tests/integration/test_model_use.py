@@ -186,14 +186,15 @@ def test_a_parameter_that_a_forward_unwatches_meanwhile_is_an_ordinary_one() -> 
         kind, uses = type(first), list[object]()
 
         class Unwatching:
-            def __call__(self, tensor: Tensor) -> None:
-                uses.append(kind.before_use(tensor))
+            def use(self, tensor: Tensor) -> None:
+                uses.append(kind.uses().use(tensor))
 
             def around(self, tensor: Any) -> contextlib.AbstractContextManager[None]:
                 first.__class__ = second.__class__ = kind.plain
                 return contextlib.nullcontext()
 
-        first.__class__ = second.__class__ = watched_class(kind.plain, Unwatching())
+        unwatching = Unwatching()
+        first.__class__ = second.__class__ = watched_class(kind.plain, unwatching)
         assert torch.isfinite(first + second).all() and uses == [None, None]
 
 
