@@ -39,7 +39,6 @@ from hytrain.memory import visits
 from hytrain.memory.arena import ArenaFile, receive_arena, send_arena
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import Copy, Traffic, Transfer
-from hytrain.run.link import Draft
 from hytrain.run.ownership import PlanBook, PlanLedger
 from hytrain.step import engine, health, verdict
 from hytrain.step.masters import SAMPLED_ELEMENTS
@@ -281,7 +280,7 @@ class Link:
         book.on_reassign(expect())
         return plan
 
-    def post(self, to: str, what: m.Message | Draft, *, after: Transfer | None = None) -> None:
+    def post(self, to: str, what: m.Message | Callable[[], m.Message], *, after: Transfer | None = None) -> None:
         if isinstance(what, m.TakeOver | m.GiveUp):
             self._world.handing[what.lid] += 1
         self._jobs.append((to, what, after))
@@ -316,9 +315,7 @@ class Link:
 
     def _send(self) -> None:
         to, what, _ = self._jobs.popleft()
-        if isinstance(what, Draft):
-            what = what.message()
-        self._world.send("trainer", to, what)
+        self._world.send("trainer", to, what() if callable(what) else what)
 
     def _can_receive(self, sender: str) -> bool:
         return self.listener is not None and not self.is_closing and self._world.waits("trainer", sender)

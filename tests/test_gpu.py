@@ -20,7 +20,7 @@ from hytrain.memory.transfer import Copy, CudaTransfers, Transfer
 from hytrain.state import tensor_file
 from hytrain.state.tensor_file import PIECE_BYTES
 from hytrain.step import activations
-from hytrain.step.gradient import Departure
+from hytrain.step.gradient import RoundTrip
 from hytrain.tensors import address
 from protocol.messages import GradReady
 
@@ -271,13 +271,13 @@ def test_gradients_that_leave_are_freed_whatever_the_sender_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their memory is free once they are copied: a thread that gets no core in the meantime costs no memory."""
-    model, may_send, message = wide(torch.bfloat16), threading.Event(), Departure.message
+    model, may_send, message = wide(torch.bfloat16), threading.Event(), RoundTrip.departed
 
-    def send_later(departure: Departure) -> GradReady:
+    def send_later(*departure: Any) -> GradReady:
         assert may_send.wait(60.0)
-        return message(departure)
+        return message(*departure)
 
-    monkeypatch.setattr(Departure, "message", send_later)
+    monkeypatch.setattr(RoundTrip, "departed", send_later)
     batch = torch.ones(2, 3000, device="cuda", dtype=torch.bfloat16)
     with hytrain.AdamW(model, k=0.0, updates="backward", run_dir=str(tmp_path)) as opt:
         for _ in range(3):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Final
 from unittest import mock
@@ -27,7 +28,7 @@ from hytrain.model.lifecycle import Event, InvalidTransition, LayerLife, State
 from hytrain.run.ownership import OwnershipError, PlanBook, PlanLedger
 from hytrain.step import handover
 from hytrain.step.boundary import Boundary
-from hytrain.step.gradient import Departure, RoundTrip
+from hytrain.step.gradient import RoundTrip
 from hytrain.step.handover import Handover
 from hytrain.step.offload import Offload
 from protocol import messages as m
@@ -150,9 +151,9 @@ def copies_unasked(real: Any, link: Any) -> None:
     """The copy in follows right after GradReady, while the optimizer writes."""
     _, what, _ = link._jobs[0]
     real(link)
-    if isinstance(what, Departure):
-        lid, banks = what.layer.lid, what.layer.arena.banks
-        link.listener._trip.on_weights_ready(m.WeightsReady(step=what.step, lid=lid, banks=banks))
+    if isinstance(what, partial):
+        layer, step, *_ = what.args
+        link.listener._trip.on_weights_ready(m.WeightsReady(step=step, lid=layer.lid, banks=layer.arena.banks))
 
 
 def hears_once(real: Any, trip: RoundTrip, done: m.WeightsReady) -> None:

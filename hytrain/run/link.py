@@ -1,6 +1,6 @@
 """The trainer's two I/O threads, so that forward and backward do not wait for messages or copies out.
 
-    sender     post() ──queue──▶ wait for the copy's event, if one is given ──▶ a draft's message ──▶ outbox
+    sender     post() ──queue──▶ wait for the copy's event, if one is given ──▶ the message ──▶ outbox
     receiver   inbox, deaths ──▶ the listener's on_message, on_failure
 
 Each socket belongs to one thread, which closes it at its end; the last one closes ZeroMQ's context. The garbage
@@ -56,16 +56,6 @@ _log = logging.getLogger(__name__)
 M = TypeVar("M", m.Welcome, m.Plan, m.Reassign)
 
 
-class Draft:
-    """Posted in place of a message whose content is known only after a copy has finished."""
-
-    __slots__ = ()
-
-    def message(self) -> m.Message:
-        """Called on the sender thread."""
-        raise NotImplementedError
-
-
 class Listener(Protocol):
     """Receives the link's events, on the link's threads."""
 
@@ -87,7 +77,7 @@ class Listener(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Job:
     to: str
-    what: m.Message | Draft
+    what: m.Message | Callable[[], m.Message]
     after: Transfer | None
 
 
@@ -230,8 +220,8 @@ class Link:
         self._ready = m.Ready(detail=detail)
         self.post("coordinator", self._ready)
 
-    def post(self, to: str, what: m.Message | Draft, *, after: Transfer | None = None) -> None:
-        """Send a message to role `to` once `after` has finished. A draft is turned into one then."""
+    def post(self, to: str, what: m.Message | Callable[[], m.Message], *, after: Transfer | None = None) -> None:
+        """Send a message to role `to` once `after` has finished. The sender thread then calls what makes it."""
         if to == "coordinator":
             self._unrecorded.flush()
         if isinstance(what, m.TrainerReport):
@@ -344,7 +334,7 @@ class Link:
             while (job := self._jobs.get()) is not None:
                 if job.after is not None:
                     job.after.synchronize()
-                message = job.what.message() if isinstance(job.what, Draft) else job.what
+                message = job.what() if callable(job.what) else job.what
                 try:
                     self._outboxes[job.to].send(message)
                 except PeerNotReading as full:

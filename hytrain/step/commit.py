@@ -169,10 +169,10 @@ class Commit:
         if self._verdicts.awaited:
             judgement = self._verdicts.judge(self._health.life.step)
             for role in ("optimizer", "coordinator"):
-                self._link.post(role, judgement, after=judgement.arrival)
+                self._link.post(role, judgement.message, after=judgement.arrival)
         elif self._verdicts.comes:
             judgement = self._verdicts.by_loop(self._health.life.step)
-            self._link.post("optimizer", judgement, after=judgement.arrival)
+            self._link.post("optimizer", judgement.message, after=judgement.arrival)
         self._device.update_held()
 
     def norm(self) -> Tensor | None:

@@ -2,7 +2,7 @@
 
     the layer's last   take              p.grad of each ─▶ its layer, and a placeholder ─▶ p.grad
     the layer is full  send              its gradients ─▶ the `grads` plane in host memory, on a stream of their own
-    sender thread      Departure         this copy has ended: GradReady ─▶ optimizer
+    sender thread      departed          this copy has ended: GradReady ─▶ optimizer
     receiver thread    on_weights_ready  optimizer ─▶ WeightsReady: the `weights` plane ─▶ parameters, on another stream
     the next forward   wait_for          the stream that computes waits for exactly this copy
 
@@ -15,7 +15,7 @@ GPU's layers, `verdict` has the norms, `accumulation` sums over several backward
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -24,25 +24,11 @@ from hytrain.memory.clock import Stream
 from hytrain.memory.transfer import Transfer
 from hytrain.model.lifecycle import Event, State
 from hytrain.model.trained import Come, Gate, TrainedLayer, TrainedParameter, fill
-from hytrain.run.link import Draft
 from hytrain.step.autograd import in_backward
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
 from hytrain.tensors import count_write
 from protocol.messages import GradReady, WeightsReady
-
-
-@dataclass(frozen=True, slots=True)
-class Departure(Draft):
-    """A layer's gradients on their way to the host."""
-
-    layer: TrainedLayer
-    step: int
-    counts: tuple[int, ...]
-
-    def message(self) -> GradReady:
-        self.layer.life.on(Event.COPIED, self.step)
-        return GradReady(step=self.step, lid=self.layer.lid, counts=self.counts)
 
 
 class RoundTrip:
@@ -96,8 +82,13 @@ class RoundTrip:
         copies = [(grads[index], each) for index, each in sorted(gradients.items()) if each is not grads[index]]
         leaving = self._transfers.let_go(self._transfers.gradients_out(copies))
         self._meter.span("d2h_s", layer.lid, step, leaving.span)
-        self._link.post("optimizer", Departure(layer, step, counts), after=leaving)
+        self._link.post("optimizer", partial(self.departed, layer, step, counts), after=leaving)
         return leaving
+
+    def departed(self, layer: TrainedLayer, step: int, counts: tuple[int, ...]) -> GradReady:
+        """A layer's gradients are in host memory. On the sender thread."""
+        layer.life.on(Event.COPIED, step)
+        return GradReady(step=step, lid=layer.lid, counts=counts)
 
     def end_step(self) -> None:
         """All updates of a step were sent, or made: `check` compares them."""

@@ -33,7 +33,6 @@ from hytrain.errors import NonFiniteGradients
 from hytrain.memory.transfer import Transfer, Transfers
 from hytrain.model.trained import TrainedLayer, TrainedParameter
 from hytrain.options import Options
-from hytrain.run.link import Draft
 from hytrain.run.ranks import Ranks
 from hytrain.step.scaling import LossScale
 from protocol.messages import Verdict
@@ -45,7 +44,7 @@ SKIPPED: Final = -1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement(Draft):
+class Judgement:
     """The decision about a step, on its way to the host. Read it once `arrival` has finished.
 
     `is_loops`: the loop itself has multiplied the gradients.
@@ -61,6 +60,7 @@ class Judgement(Draft):
         return float(self._on_host[0])
 
     def message(self) -> Verdict:
+        """Called on the sender thread."""
         skipped = self.scale == SKIPPED and not self.is_loops
         return Verdict(step=self.step, scale=1.0 if skipped else self.scale, skipped=skipped, rounds=self.is_loops)
 

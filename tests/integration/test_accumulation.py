@@ -21,7 +21,6 @@ from hytrain.errors import UsageError
 from hytrain.memory.clock import Stream
 from hytrain.memory.transfer import Transfer
 from hytrain.model.trained import TrainedLayer
-from hytrain.step.gradient import Departure
 
 STEPS, MICRO = 12, 3
 
@@ -113,7 +112,7 @@ def test_the_updates_begin_in_the_last_backward(monkeypatch: pytest.MonkeyPatch)
         square_loss(model, 0).backward()
         assert sent == []
         square_loss(model, 1).backward()
-        assert sum(isinstance(message, Departure) for message in sent) == len(opt._session.layers)
+        assert sum(isinstance(message, functools.partial) for message in sent) == len(opt._session.layers)
         with pytest.raises(UsageError, match=r"Call opt\.step\(\) after each backward"):
             square_loss(model, 2).backward()
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,7 +28,7 @@ from small_models import perceptron, square_loss, vectors
 from hytrain.errors import ClusterError, WorkerDied
 from hytrain.run import link
 from hytrain.run.cluster import OBITUARY_S, STOP_TIMEOUT_S, PrivateCluster, has_ended
-from hytrain.step.gradient import Departure
+from hytrain.step.gradient import RoundTrip
 from protocol.messages import GradReady, TakeOver
 from workers.launch.cluster import RECORDS_GRACE_S, STOP_GRACE_S
 
@@ -186,13 +187,13 @@ def test_what_an_optimizer_has_failed_of_is_raised_once_it_has_ended() -> None:
 
 def test_a_count_that_is_wrong_ends_the_run_before_an_update_is_made_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit of it, on its way: the update would have another bias correction."""
-    model, grad_ready = perceptron(), Departure.message
+    model, grad_ready = perceptron(), RoundTrip.departed
 
-    def flipped(self: Departure) -> GradReady:
-        message = grad_ready(self)
-        return replace(message, counts=tuple(count ^ 64 * (self.step == 3) for count in message.counts))
+    def flipped(*departure: Any) -> GradReady:
+        message = grad_ready(*departure)
+        return replace(message, counts=tuple(count ^ 64 * (message.step == 3) for count in message.counts))
 
-    monkeypatch.setattr(Departure, "message", flipped)
+    monkeypatch.setattr(RoundTrip, "departed", flipped)
     with adamw(model, k=0.0) as opt:
         with pytest.raises(
             WorkerDied, match=r"optimizer-0 failed in step 3.*QueueError: .* counts updates \(68, 68\) after \(3, 3\)"
