@@ -25,7 +25,7 @@ from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from subprocess import PIPE, Popen
-from typing import Final, Self, TypeVar
+from typing import Final, TypeVar
 
 from hytrain.config import Cluster, ClusterConfig, joined_cluster, workers_environment
 from hytrain.errors import ClusterError, ClusterTimeout, ConfigError, HyTrainError
@@ -74,11 +74,6 @@ class PrivateCluster:
             raise
         self._seats = [seat_file(cluster.socket_dir, rank) for rank in range(1, self._ranks)]
         return cluster
-
-    def ready(self) -> Self:
-        """This, once its cluster is ready."""
-        assert self.cluster
-        return self
 
     def _read_socket_dir(self, timeout_s: float) -> str:
         """The launcher's one line of output, which it writes when everything is ready."""
@@ -163,7 +158,7 @@ def find_or_start(config: ClusterConfig, ranks: Ranks) -> PrivateCluster | Seat:
     private = _together(ranks, lambda: PrivateCluster(config, len(peers)) if rank == 0 else None)
     if ranks.world == 1 and private is not None:
         return private
-    _together(ranks, lambda: private and private.ready())
+    _together(ranks, lambda: private if private and private.cluster else None)  # once it is ready
     socket_dir = ranks.gather(private and private.cluster.socket_dir)[peers[0]]
     place = _together(ranks, lambda: private or Seat.take(Cluster.read(socket_dir), rank))
     assert place is not None, "a new cluster has a place for each"

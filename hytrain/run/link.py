@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -54,6 +54,8 @@ FAILED_END_S: Final = 60.0
 
 _log = logging.getLogger(__name__)
 M = TypeVar("M", m.Welcome, m.Plan, m.Reassign)
+#: To whom, what, and after which copy.
+_Job = tuple[str, m.Message | Callable[[], m.Message], Transfer | None]
 
 
 class Listener(Protocol):
@@ -66,19 +68,10 @@ class Listener(Protocol):
     @property
     def steps(self) -> int:
         """How many steps have been trained."""
-        ...
 
     @property
     def waits_for(self) -> str:
         """What training waits for, in words; empty if it does not wait."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    to: str
-    what: m.Message | Callable[[], m.Message]
-    after: Transfer | None
 
 
 class Link:
@@ -112,7 +105,7 @@ class Link:
         self._ready: m.Ready | None = None
         self._introduction: Callable[..., m.Rejoin] = m.Rejoin  # with what the coordinator was told
         self._positions: m.PositionsLearned | None = None
-        self._unrecorded = Unrecorded(lambda message: self._jobs.put(_Job("coordinator", message, None)))
+        self._unrecorded = Unrecorded(lambda message: self._jobs.put(("coordinator", message, None)))
         self._told = 0  # the coordinator that has our Goodbye
         self._dismissed = threading.Event()  # it has recorded everything
         self._unsent = 0  # messages that the coordinator did not read in time
@@ -228,7 +221,7 @@ class Link:
             self._unrecorded.keep(what)
         elif isinstance(what, m.PositionsLearned):
             self._positions = what
-        self._jobs.put(_Job(to, what, after))
+        self._jobs.put((to, what, after))
 
     def log(self, log: m.Log) -> None:
         """Tell the coordinator the loop's numbers, those of one step together. The caller hands `log` over."""
@@ -332,20 +325,21 @@ class Link:
         """The sender thread."""
         try:
             while (job := self._jobs.get()) is not None:
-                if job.after is not None:
-                    job.after.synchronize()
-                message = job.what() if callable(job.what) else job.what
+                to, what, after = job
+                if after is not None:
+                    after.synchronize()
+                message = what() if callable(what) else what
                 try:
-                    self._outboxes[job.to].send(message)
+                    self._outboxes[to].send(message)
                 except PeerNotReading as full:
-                    if job.to != "coordinator":
+                    if to != "coordinator":
                         raise
                     if not self._unsent:
                         _log.warning(
                             "the coordinator does not read: records will be missing; training goes on: %s", full
                         )
                     self._unsent += isinstance(message, m.TrainerReport | m.Log)
-                del job
+                del job, what, after
             if self._unsent:
                 _log.warning("the coordinator did not read %d reports and logs: records are missing", self._unsent)
         except Exception as error:
@@ -356,7 +350,7 @@ class Link:
     def _on_welcome(self, welcome: m.Welcome) -> None:
         """Another coordinator has taken our answer: from here on it takes what we know."""
         if welcome.coordinator_pid == self.coordinator.pid and self._ready is not None:
-            self._jobs.put(_Job("coordinator", self._ready, None))
+            self._jobs.put(("coordinator", self._ready, None))
             self.is_asked = self.coordinator.is_known = True
 
     def _receive_all(self, listener: Listener) -> None:
@@ -385,7 +379,7 @@ class Link:
                 elif isinstance(incoming.message, m.Introduce):
                     hello = self._follow(incoming.message)
                     if coordinator.is_there and self._ready is not None:
-                        self._jobs.put(_Job("coordinator", hello, None))
+                        self._jobs.put(("coordinator", hello, None))
                 elif isinstance(incoming.message, m.Welcome):
                     self._on_welcome(incoming.message)
                 elif isinstance(incoming.message, m.Goodbye):
