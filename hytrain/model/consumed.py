@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
-from typing import Any, ClassVar, Final, NoReturn, Self
+from typing import Any, ClassVar, Final, NoReturn, Self, TypeVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hytrain.errors import UsageError
+
+T = TypeVar("T")
 
 _aten = torch.ops.aten
 _DATA: Final[Any] = torch.Tensor.data
@@ -103,7 +105,7 @@ class ConsumedGradient(torch.Tensor):
         if func is _aten.mul_.Tensor and isinstance(args[1], torch.Tensor) and args[1].ndim == 0 and args[1] == 1.0:
             return args[0]  # clipped by a norm that is below its limit
         found = {id(each): each for each in tree_flatten((args, kwargs))[0] if isinstance(each, cls)}
-        if _only_reads(func, args, kwargs or {}, cls):
+        if not shows(func) and not written(func, args, kwargs or {}, cls):
             values = {key: each.find(each) for key, each in found.items()}
             if all(value is not None for value in values.values()):
                 args, kwargs = tree_map(lambda each: values.get(id(each), each), (args, kwargs or {}))
@@ -149,18 +151,24 @@ class ConsumedGradient(torch.Tensor):
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def _only_reads(func: Any, args: Any, kwargs: Any, kind: type) -> bool:
-    """Whether an operation of torch's neither writes one of its arguments of this kind nor returns a view of one."""
+def shows(func: Any) -> bool:
+    """Whether an operation returns views, or is not torch's own.
+
+    Those may keep what they get, or write it without saying so, as collectives do.
+    """
     if func.namespace not in ("aten", "prims"):
-        return False
-    if any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns):
-        return False
-    written = [
+        return True
+    return any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
+
+
+def written(func: Any, args: Any, kwargs: Any, kind: type[T]) -> list[T]:
+    """Those of an operation's arguments, of this kind, that it writes."""
+    given = [
         args[index] if index < len(args) else kwargs.get(argument.name)
         for index, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
-    return not any(isinstance(each, kind) for each in tree_flatten(written)[0])
+    return [each for each in tree_flatten(given)[0] if isinstance(each, kind)]
 
 
 NO_STATE: Final = (

@@ -14,7 +14,6 @@ So between such a backward and `step()`, gradients are what a loop finds there i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Final, Protocol, Self
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_flatten, tree_map
 
+from hytrain.model.consumed import shows, written
 from hytrain.tensors import local
 from hytrain.uncompiled import uncompiled
 
@@ -94,24 +94,24 @@ class SummedGradient(Tensor):
             return args[0] if func is _aten.mul_.Tensor else None
         if "_foreach_" in func.__name__ and len(args[0]) > 1:
             return _one_by_one(func, args, kwargs)
-        if func is _aten.add_.Tensor and isinstance(args[0], cls) and not kwargs and _is_gradient(args[1], args[0]):
-            args[0]._total.add(args[1])
-            return args[0]
+        if func is _aten.add_.Tensor and isinstance(args[0], cls) and not kwargs:
+            gradient, more = args
+            if isinstance(more, Tensor) and not isinstance(more, cls) and more.shape == gradient.shape:
+                gradient._total.add(more)
+                return gradient
         found = {id(each): each for each in tree_flatten((args, kwargs))[0] if isinstance(each, cls)}
-        # What is not torch's own may keep what it gets, or write it without saying so, as collectives do.
-        shows = func.namespace not in ("aten", "prims")
-        shows |= any(made.alias_info is not None and not made.alias_info.is_write for made in func._schema.returns)
-        written = list(_written(func, args, kwargs))
-        changed = {id(each) for each in written if each._total.own is not None}  # after the update that reads it
+        is_shown, changed = shows(func), written(func, args, kwargs, cls)
+        settles = {id(each) for each in changed if each._total.own is not None}  # after the update that reads it
         values = {
-            key: each._total.settle() if shows or key in changed else each._total.value() for key, each in found.items()
+            key: each._total.settle() if is_shown or key in settles else each._total.value()
+            for key, each in found.items()
         }
 
         def value(each: Any) -> Any:
             return values[id(each)] if isinstance(each, cls) else each
 
         result = func(*tree_map(value, args), **tree_map(value, kwargs))
-        for each in written:
+        for each in changed:
             each._total.write(values[id(each)])
         own = {id(values[key]): each for key, each in found.items()}  # an operation in place returns what it got
         return tree_map(lambda made: own.get(id(made), made), result)
@@ -188,15 +188,3 @@ def summed(gradient: Tensor | None) -> Sum | None:
         return None
     part = local(gradient)
     return part._total if isinstance(part, SummedGradient) else None
-
-
-def _is_gradient(given: Any, of: Tensor) -> bool:
-    return isinstance(given, Tensor) and not isinstance(given, SummedGradient) and given.shape == of.shape
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[SummedGradient]:
-    """Those that the operation writes."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from (each for each in tree_flatten(given)[0] if isinstance(each, SummedGradient))
