@@ -167,7 +167,7 @@ class TorchBackend:
 
     def _step(self, master: Tensor, grads: Tensor, moments: Sequence[Tensor], scalars: Scalars) -> None:
         """The rule's step in place on fp32 tensors whose length is a multiple of `WIDTH`, or which are a tail."""
-        _STEPS[scalars.kernel](master, grads, *moments, scalars=scalars)
+        STEPS[scalars.kernel](master, grads, *moments, scalars=scalars)
 
 
 def _adamw(master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
@@ -204,7 +204,8 @@ def _muon_step(master: Tensor, orthogonal: Tensor, scalars: Scalars) -> None:
     master.mul_(decay).add_(orthogonal, alpha=neg_lr)
 
 
-_STEPS: Final[dict[str, Callable[..., None]]] = {
+#: On fp32 tensors, in place: torch's operators. Lion, which torch lacks, is as published.
+STEPS: Final[dict[str, Callable[..., None]]] = {
     "adamw": _adamw,
     "sgd": _sgd,
     "sgd_momentum": _sgd,
