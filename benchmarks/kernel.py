@@ -191,14 +191,14 @@ def rows(cases: list[Case], rounds: int) -> Iterator[dict[str, Any]]:
 
 
 class Planes:
-    """One segment in an arena of its own, touched by `backend`; its first bank is filled as training fills it."""
+    """One segment in an arena of its own, touched by as many threads; its first bank is filled as training fills it."""
 
     def __init__(self, numel: int, dtype: str, backend: Backend, banks: int = 1) -> None:
         segment = Segment(name="all", numel=numel, dtype=dtype, grads_dtype=dtype, group=0)
         self.numel, self.dtype = numel, dtype
         self.arena = HostArena(layout(Layer(lid=0, position=0, name="all", segments=(segment,)), banks))
         self.address = self.arena.mapping.address
-        backend.touch(self.address, self.arena.layout.nbytes)
+        self.arena.mapping.populate((0, self.arena.layout.nbytes), threads=backend.threads)
         self.base, self.itemsize = dict[str, int](), dict[str, int]()
         for plane in PLANES:
             if handle := self.arena.layout.handles[plane][0]:

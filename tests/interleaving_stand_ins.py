@@ -387,9 +387,6 @@ class Host:
     def __init__(self, run: Any) -> None:
         self._run, self._world = run, run.world
 
-    def touch(self, start: int, nbytes: int) -> None:
-        """A new arena is zeros."""
-
     def update(self, of: Operands) -> None:
         tile = self._run.session._queue.tile
         [gradient], to = at(of.grads, of.numel), of.into or of

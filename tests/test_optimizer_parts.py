@@ -49,12 +49,8 @@ class Backend:
     name, threads = "noting", 1
 
     def __init__(self) -> None:
-        self.touched: list[tuple[int, int]] = []
         self.updated: list[dict[str, Any]] = []
         self.now_s, self.work_s = 0.0, 0.0
-
-    def touch(self, address: int, nbytes: int) -> None:
-        self.touched.append((address, nbytes))
 
     def update(self, of: Operands) -> None:
         self.updated.append({field.name: getattr(of, field.name) for field in fields(of)})
@@ -99,19 +95,33 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Owner]:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.fixture
+def touched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Where memory was touched, and how much."""
+    ranges, populate = list[tuple[int, int]](), Mapping.populate
+
+    def noted(mapping: Mapping, *wanted: tuple[int, int], threads: int) -> None:
+        assert threads == Backend.threads
+        ranges.extend(wanted)
+        populate(mapping, *wanted, threads=threads)
+
+    monkeypatch.setattr(Mapping, "populate", noted)
+    return ranges
+
+
 def without_gradients(lid: int) -> int:
     return LAYOUTS[lid].nbytes - LAYOUTS[lid].plane_nbytes["grads"]
 
 
-def test_memory_that_a_trainer_waits_for_is_touched_in_one_go(owner: Owner) -> None:
+def test_memory_that_a_trainer_waits_for_is_touched_in_one_go(owner: Owner, touched: list[tuple[int, int]]) -> None:
     """Threads share it out, and each asks for its huge pages in one call."""
     owner.arenas.request(1)
     owner.arenas.touch_next(whole=True)
     assert owner.announced() == 1
-    assert [size for _, size in owner.backend.touched] == [without_gradients(1)]
+    assert [size for _, size in touched] == [without_gradients(1)]
 
 
-def test_a_descriptor_comes_after_the_last_piece(owner: Owner) -> None:
+def test_a_descriptor_comes_after_the_last_piece(owner: Owner, touched: list[tuple[int, int]]) -> None:
     owner.arenas.request(1)
     nbytes = without_gradients(1)
     pieces = math.ceil(nbytes / (4 * 4096))
@@ -123,7 +133,6 @@ def test_a_descriptor_comes_after_the_last_piece(owner: Owner) -> None:
     owner.arenas.touch_next()
     assert owner.arenas.pending is None and 1 in owner.arenas
     assert owner.announced() == 1
-    touched = owner.backend.touched
     assert [start + size for start, size in touched[:-1]] == [start for start, _ in touched[1:]]
     assert sum(size for _, size in touched) == nbytes and max(size for _, size in touched) == 4 * 4096
     for lid in (2, 0):
@@ -317,13 +326,15 @@ def test_the_rate_is_the_median_pass_after_a_warm_up(
     assert len(clocked.updated) == len(passes_s)
 
 
-def test_the_scratch_is_like_most_of_the_model_and_no_larger_than_a_tile(clocked: Backend) -> None:
+def test_the_scratch_is_like_most_of_the_model_and_no_larger_than_a_tile(
+    clocked: Backend, touched: list[tuple[int, int]]
+) -> None:
     clocked.work_s = 0.001
     layers = [layer(0, 4 * TILE_NUMEL), layer(1, 4 * TILE_NUMEL, dtype="float32"), layer(2, 64, dtype="float32")]
     seconds_per_parameter(clocked, layers)
     assert {(u["numel"], u["weights_dtype"]) for u in clocked.updated} == {(TILE_NUMEL, "float32")}
-    [(_, touched)] = clocked.touched
-    assert touched >= 16 * TILE_NUMEL, "its memory was there before anything was timed"
+    [(_, nbytes)] = touched
+    assert nbytes >= 16 * TILE_NUMEL, "its memory was there before anything was timed"
     clocked.updated.clear()
     seconds_per_parameter(clocked, [layer(0, 100, 28)])
     assert {u["numel"] for u in clocked.updated} == {128}, "a small model's layers are small"

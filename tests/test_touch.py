@@ -1,4 +1,4 @@
-"""Fresh memory: every page is there after a touch, in huge pages where the kernel has them, and none beyond it."""
+"""Fresh memory: every page of a range can be made, in huge pages where the kernel has them, and none beyond it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 
-from hytrain.kernels import choice as backends
-from hytrain.kernels.native import SMALL_BYTES, NativeBackend
 from hytrain.memory import arena
 from hytrain.memory.arena import HUGE_PAGE_BYTES, Mapping
 
@@ -27,34 +25,8 @@ PAGES = 10
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-@pytest.mark.parametrize("name", ["native", "torch"])
-def test_touch_brings_every_page(name: str) -> None:
-    backend, _ = backends.load(name, threads=2)
-    with memory_file(64 * mmap.PAGESIZE) as (mapping, descriptor):
-        backend.touch(mapping.address + mmap.PAGESIZE + 100, 61 * mmap.PAGESIZE)
-        assert resident(mapping) == list(range(1, 63))
-        assert os.pread(descriptor, mapping.nbytes, 0) == bytes(mapping.nbytes)
-
-
-@pytest.mark.parametrize("lead", [0, mmap.PAGESIZE + 100, HUGE_PAGE_BYTES - 1])
-def test_touch_brings_huge_pages_and_nothing_beyond(lead: int) -> None:
-    backend, _ = backends.load("native", threads=2)
-    nbytes = 3 * HUGE_PAGE_BYTES
-    whole = (nbytes // HUGE_PAGE_BYTES - bool(lead)) * has_huge_pages()
-    found, ends_s = list[int](), time.monotonic() + DEADLINE_S
-    while whole not in found and time.monotonic() < ends_s:  # the kernel may be busy with a page
-        with memory_file(6 * HUGE_PAGE_BYTES) as (mapping, descriptor):
-            start = HUGE_PAGE_BYTES + lead
-            backend.touch(mapping.address + start, nbytes)
-            first, last = start // mmap.PAGESIZE, (start + nbytes - 1) // mmap.PAGESIZE
-            assert resident(mapping) == list(range(first, last + 1))
-            assert os.pread(descriptor, nbytes, start) == bytes(nbytes)
-            found.append(huge_bytes(mapping) // HUGE_PAGE_BYTES)
-    assert found[-1] == whole
-
-
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("lead", [0, mmap.PAGESIZE, HUGE_PAGE_BYTES - mmap.PAGESIZE])
+@pytest.mark.parametrize("lead", [0, mmap.PAGESIZE, mmap.PAGESIZE + 100, HUGE_PAGE_BYTES - 1])
 def test_a_mapping_gets_its_pages_and_keeps_what_it_has(
     lead: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +39,7 @@ def test_a_mapping_gets_its_pages_and_keeps_what_it_has(
             stop = start + 3 * HUGE_PAGE_BYTES
             mapping.buffer[middle : middle + 3] = b"abc"
             mapping.populate((start, middle - start), (middle, stop - middle), threads=threads)
-            assert resident(mapping) == list(range(start // mmap.PAGESIZE, stop // mmap.PAGESIZE))
+            assert resident(mapping) == list(range(start // mmap.PAGESIZE, -(-stop // mmap.PAGESIZE)))
             kept = os.pread(descriptor, mapping.nbytes, 0)
             assert kept.find(b"abc") == middle and kept.count(b"\0") == len(kept) - 3
             found.append(huge_bytes(mapping) // HUGE_PAGE_BYTES)
@@ -88,36 +60,53 @@ def test_a_mapping_gets_its_pages_where_no_thread_may_begin(monkeypatch: pytest.
         assert len(resident(mapping)) == mapping.nbytes // mmap.PAGESIZE
 
 
+class Kernel:
+    """Refuses an advice for want of what it takes, and notes what it is asked for."""
+
+    def __init__(self, **refused: int) -> None:
+        self.asked = list[tuple[int, int]]()
+        self._refused = {getattr(arena, f"_MADV_{name}"): number for name, number in refused.items()}
+
+    def madvise(self, address: int, nbytes: int, advice: int) -> int:
+        self.asked.append((advice, nbytes))
+        if (number := self._refused.get(advice)) is not None:
+            ctypes.set_errno(number)
+            return -1
+        return int(libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), advice))
+
+    def searched(self) -> list[int]:
+        return [nbytes for advice, nbytes in self.asked if advice == MADV_COLLAPSE]
+
+
 def test_where_there_are_no_huge_pages_a_mapping_gets_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[int]()
-
-    class Kernel:
-        def madvise(self, address: int, nbytes: int, advice: int) -> int:
-            asked.append(advice)
-            place = ctypes.c_void_p(address), ctypes.c_size_t(nbytes)
-            return -1 if advice == MADV_COLLAPSE else int(libc.madvise(*place, advice))
-
+    kernel = Kernel(COLLAPSE=errno.ENOMEM)
     with memory_file(8 * HUGE_PAGE_BYTES) as (mapping, _), monkeypatch.context() as patch:
-        patch.setattr(arena, "_libc", Kernel())
+        patch.setattr(arena, "_libc", kernel)
         patch.setattr(arena, "_POPULATED_BYTES", 2 * HUGE_PAGE_BYTES)
-        ctypes.set_errno(errno.ENOMEM)
-        mapping.populate((0, mapping.nbytes), threads=1)
+        for start in (0, mapping.nbytes // 2):
+            mapping.populate((start, mapping.nbytes // 2), threads=1)
         assert len(resident(mapping)) == mapping.nbytes // mmap.PAGESIZE
-        assert asked.count(MADV_COLLAPSE) == 1, "a search takes long"
+        assert len(kernel.searched()) == 1, "a search takes long"
 
 
-def test_where_there_are_no_huge_pages_they_are_not_asked_for_each_time() -> None:
-    native = NativeBackend(2)
-    asked: list[bool] = []
+def test_threads_share_what_one_could_make_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each asks for its huge pages in one call, because each call waits for all cores."""
+    kernel = Kernel(COLLAPSE=errno.EAGAIN)
+    with memory_file(8 * HUGE_PAGE_BYTES) as (mapping, _), monkeypatch.context() as patch:
+        patch.setattr(arena, "_libc", kernel)
+        mapping.populate((0, mapping.nbytes), threads=2)
+        assert kernel.searched() == [4 * HUGE_PAGE_BYTES] * 2
+        assert len(resident(mapping)) == mapping.nbytes // mmap.PAGESIZE
 
-    def touch(*arguments: int) -> int:
-        asked.append(bool(arguments[-1]))
-        return int(asked[-1] and len(asked) < 3)
 
-    native._touch = touch
-    for _ in range(8):
-        native.touch(0, SMALL_BYTES // 4)
-    assert [index for index, asks in enumerate(asked) if asks] == [0, 5, 6, 7]
+def test_an_older_kernel_makes_pages_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Kernel(COLLAPSE=errno.EINVAL, POPULATE_WRITE=errno.EINVAL)
+    with memory_file(64 * mmap.PAGESIZE) as (mapping, descriptor), monkeypatch.context() as patch:
+        mapping.buffer[:3] = b"abc"
+        patch.setattr(arena, "_libc", kernel)
+        mapping.populate((0, mmap.PAGESIZE), (9 * mmap.PAGESIZE + 100, 11 * mmap.PAGESIZE), threads=2)
+        assert resident(mapping) == [0, *range(9, 21)]
+        assert os.pread(descriptor, mapping.nbytes, 0).rstrip(b"\0") == b"abc", "what is there stays"
 
 
 def has_huge_pages() -> bool:

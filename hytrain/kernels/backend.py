@@ -110,9 +110,6 @@ class Backend(Protocol):
         Raises ValueError for dtypes that are not in `DTYPES` and `STATE_DTYPES`.
         """
 
-    def touch(self, address: int, nbytes: int) -> None:
-        """Fault in the pages of a fresh mapping with zeros, in parallel, under this process's CPU affinity."""
-
 
 def check_dtypes(
     weights_dtype: str, grads_dtype: str, remainder: int, state_dtype: str = "float32", kernel: str = ""

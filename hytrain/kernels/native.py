@@ -11,7 +11,6 @@ spin, and of 40 us if it has to wake them. If `threads` shrinks, surplus threads
 from __future__ import annotations
 
 import ctypes
-import mmap
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +23,6 @@ SOURCE = Path(__file__).with_name("update.cpp")
 LONE = ("lone_bfloat16", "bfloat16")  # the dtypes of weights that are their own masters, and of their gradients
 #: By whether multiplications are fused with additions, as torch does on CPUs that can.
 FLAGS: Final = {True: (), False: ("-DHYTRAIN_FUSES=0",)}
-SMALL_BYTES: Final = 2 << 30  # once huge pages were refused, `touch` does not ask for any for so much memory
 
 
 _Moments = ctypes.c_void_p * max(map(len, MOMENTS.values()))
@@ -58,10 +56,6 @@ class NativeBackend:
         self.threads = threads
         update, library = _functions(fuses=True)
         self._updates = {True: update}
-        self._touch = library.hytrain_touch
-        self._touch.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int, ctypes.c_int)
-        self._touch.restype = ctypes.c_int
-        self._small_bytes = 0
         self._float_mode, self._set_float_mode = library.hytrain_float_mode, library.hytrain_set_float_mode
         self._float_mode.argtypes, self._float_mode.restype = (), ctypes.c_uint
         self._set_float_mode.argtypes, self._set_float_mode.restype = (ctypes.c_uint,), None
@@ -87,9 +81,3 @@ class NativeBackend:
         function = self._updates[of.elements.fuses][(scalars.kernel, *pair, of.state_dtype)]
         numels, others = (of.numel, of.elements.in_vectors(of.numel)), (ctypes.byref(rounded), ctypes.byref(which))
         function(ctypes.byref(planes), of.grads, scalars.by, ctypes.byref(to), *numels, *others, self.threads)
-
-    def touch(self, address: int, nbytes: int) -> None:
-        """See Backend.touch. Asks for huge pages, but not at each call if there are none: the search takes time."""
-        asks = self._small_bytes == 0
-        refused = self._touch(address, nbytes, mmap.PAGESIZE, self.threads, asks)
-        self._small_bytes = SMALL_BYTES if refused else max(self._small_bytes - nbytes, 0)

@@ -117,9 +117,6 @@ class TorchBackend:
         if in_vectors < numel:
             self._update_chunk(scalars, _from(elements, in_vectors), *_moved(planes, in_vectors, numel))
 
-    def touch(self, address: int, nbytes: int) -> None:
-        _over(address, nbytes, torch.uint8).zero_()
-
     def _update_padded(self, scalars: Scalars, elements: Elements, planes: list[Tensor | None]) -> None:
         padded = [None if plane is None else pad(plane, (0, WIDTH - plane.numel())) for plane in planes]
         self._update_chunk(scalars, elements, *padded)

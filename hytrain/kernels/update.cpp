@@ -19,15 +19,11 @@
 // the compiler's operand order, and would be the only difference between two devices.
 
 #include <array>
-#include <cerrno>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-
-#include <omp.h>
-#include <sys/mman.h>
 
 #ifdef __SSE2__
 #include <immintrin.h>
@@ -528,13 +524,6 @@ void update(const Planes *from, const void *grads, float by, const Planes *to, i
     }
 }
 
-constexpr int64_t huge = 2 << 20;
-constexpr int collapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers lack
-
-inline void touch_pages(char *address, int64_t nbytes, int64_t page) {
-    for (int64_t offset = 0; offset < nbytes; offset += page) *static_cast<volatile char *>(address + offset) = 0;
-}
-
 }  // namespace
 
 extern "C" {
@@ -561,30 +550,5 @@ HYTRAIN_RULE(lion, Lion)
 
 unsigned hytrain_float_mode() { return float_mode(); }
 void hytrain_set_float_mode(unsigned mode) { set_float_mode(mode); }
-
-// Writes a zero to every page of a fresh mapping; the kernel places a page on the NUMA node of the thread that does so.
-// If `ask`, each thread asks for huge pages in its share, which has them up to the first that is refused. Returns
-// whether one was.
-int hytrain_touch(char *address, int64_t nbytes, int64_t page, int threads, int ask) {
-    if (nbytes <= 0) return 0;
-    int refusals = 0;
-    const int64_t lead = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(address) % huge);
-    const int64_t blocks = nbytes > lead ? (nbytes - lead + huge - 1) / huge : 0;
-    touch_pages(address, lead < nbytes ? lead : nbytes, page);
-#pragma omp parallel num_threads(threads) reduction(+ : refusals)
-    {
-        const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
-        char *const first = address + lead + blocks * thread / all * huge;
-        char *const last = address + lead + blocks * (thread + 1) / all * huge;
-        char *const end = last < address + nbytes ? last : address + nbytes;
-        const int64_t whole = (end - first) / huge * huge;
-        touch_pages(first, end - first, huge);  // places the pages, and a block with none cannot become a huge one
-        // One call for all: each waits until every CPU has emptied its lists of pages. EAGAIN is temporary.
-        if (ask != 0 && whole > 0 && madvise(first, whole, collapse) != 0 && errno != EAGAIN) ++refusals;
-        touch_pages(first, end - first, page);
-    }
-    *static_cast<volatile char *>(address + nbytes - 1) = 0;  // the range may begin in the middle of a page
-    return refusals > 0;
-}
 
 }  // extern "C"

@@ -20,7 +20,6 @@ import mmap
 import os
 import resource
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -71,7 +70,7 @@ class Mapping:
         room = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=flags)
         address = ctypes.addressof(ctypes.c_char.from_buffer(room))
         start = -address % HUGE_PAGE_BYTES
-        self.address, self.nbytes = address + start, nbytes
+        self.address, self.nbytes, self._has_small_pages = address + start, nbytes, False
         self._map(0, nbytes, descriptor, 0, mmap.PROT_READ | mmap.PROT_WRITE)
         self.buffer = memoryview(room)[start : start + nbytes]
 
@@ -83,31 +82,32 @@ class Mapping:
     def populate(self, *ranges: tuple[int, int], threads: int = POPULATING_THREADS) -> None:
         """Give each range, (start, nbytes), its pages: while the driver makes them to pin them, it launches nothing.
 
+        The kernel places a page on the NUMA node of the thread that asks for it. Threads have this one's affinity.
         Whole blocks in a range, or in several that adjoin, become huge pages where the kernel has some (from Linux 6.1
-        on). Where it cannot make pages (before 5.14), they come when they are pinned or first used. A range begins
-        where a page does. What is there already stays as it is.
+        on). What is there already stays as it is.
         """
         spans = list[tuple[int, int]]()
         for start, nbytes in ranges:
             first = spans.pop()[0] if spans and spans[-1][1] == start else start
             spans.append((first, start + nbytes))
-        pieces = [
-            (max(at, first), min(at + _POPULATED_BYTES, stop))
-            for first, stop in spans
-            for at in range(first // _POPULATED_BYTES * _POPULATED_BYTES, stop, _POPULATED_BYTES)
-        ]
-        refused = threading.Event()
+        pieces = list[tuple[int, int]]()
+        for first, stop in spans:
+            share = max(-(-(stop - first) // (threads * HUGE_PAGE_BYTES)), 1) * HUGE_PAGE_BYTES
+            step, page = min(share, _POPULATED_BYTES), first - first % mmap.PAGESIZE
+            pieces += [(max(at, page), min(at + step, stop)) for at in range(first // step * step, stop, step)]
 
         def populate(piece: tuple[int, int]) -> None:
             first, stop = piece
             blocks = range(-(-first // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, stop - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES)
-            if blocks and not refused.is_set():
+            if blocks and not self._has_small_pages:
                 for block in blocks:  # a block with no page at all cannot become a huge one
                     _libc.madvise(self.address + block, mmap.PAGESIZE, _MADV_POPULATE_WRITE)
                 at, nbytes = self.address + blocks[0], len(blocks) * HUGE_PAGE_BYTES
                 if _libc.madvise(at, nbytes, _MADV_COLLAPSE) != 0 and ctypes.get_errno() != errno.EAGAIN:
-                    refused.set()  # a search for huge pages that are not there takes long
-            _libc.madvise(self.address + first, stop - first, _MADV_POPULATE_WRITE)
+                    self._has_small_pages = True  # a search for huge pages that are not there takes long
+            done = _libc.madvise(self.address + first, stop - first, _MADV_POPULATE_WRITE)
+            if done != 0 and ctypes.get_errno() == errno.EINVAL:  # Linux before 5.14; reading brings a page, too
+                bytes(self.buffer[first : stop : mmap.PAGESIZE])
 
         if threads > 1 and len(pieces) > 1:
             with suppress(RuntimeError):  # no thread may begin: there is a limit, or the main thread has ended

@@ -146,7 +146,7 @@ class Arenas:
         first = arena.layout.plane_nbytes["grads"] + self._touched_bytes
         left = arena.layout.nbytes - first
         piece = left if whole else min(PIECE_BYTES, left)
-        self._backend.touch(arena.mapping.address + first, piece)
+        arena.mapping.populate((first, piece), threads=self._backend.threads)
         self._touched_bytes += piece
         if first + piece < arena.layout.nbytes:
             return

@@ -30,7 +30,7 @@ def seconds_per_parameter(backend: Backend, layers: Sequence[Layer]) -> float:
     layer = Layer(lid=0, position=0, name="scratch", segments=(segment,))
     arena = HostArena(layout(layer))
     try:
-        backend.touch(arena.mapping.address, arena.layout.nbytes)
+        arena.mapping.populate((0, arena.layout.nbytes), threads=backend.threads)
         [planes] = segments_of(arena, layer)
         took_s: list[float] = []
         for step in range(1, PASSES + 2):
