@@ -36,7 +36,7 @@ from hytrain.kernels.backend import Backend, Into, Operands
 from hytrain.kernels.build import build, find_compiler
 from hytrain.kernels.choice import load
 from hytrain.kernels.scalars import scalars
-from hytrain.memory.arena import HostArena
+from hytrain.memory.arena import Arena
 from protocol.handles import BANKED_PLANES, DTYPE_BYTES, PLANES, bank_plane, layout
 from protocol.messages import Layer, Segment
 from protocol.rules import MOMENTS, TILE_NUMEL, AdamWHyper
@@ -196,7 +196,7 @@ class Planes:
     def __init__(self, numel: int, dtype: str, backend: Backend, banks: int = 1) -> None:
         segment = Segment(name="all", numel=numel, dtype=dtype, grads_dtype=dtype, group=0)
         self.numel, self.dtype = numel, dtype
-        self.arena = HostArena(layout(Layer(lid=0, position=0, name="all", segments=(segment,)), banks))
+        self.arena = Arena(layout(Layer(lid=0, position=0, name="all", segments=(segment,)), banks))
         self.address = self.arena.mapping.address
         self.arena.mapping.populate((0, self.arena.layout.nbytes), threads=backend.threads)
         self.base, self.itemsize = dict[str, int](), dict[str, int]()

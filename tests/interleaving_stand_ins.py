@@ -36,7 +36,7 @@ from torch import Tensor
 from hytrain.errors import ClusterError
 from hytrain.kernels.backend import Operands
 from hytrain.memory import visits
-from hytrain.memory.arena import ArenaFile, receive_arena, send_arena
+from hytrain.memory.arena import Arena, receive_arena, send_arena
 from hytrain.memory.clock import HostClock
 from hytrain.memory.transfer import Copy, Traffic, Transfer
 from hytrain.run.ownership import PlanBook, PlanLedger
@@ -294,13 +294,13 @@ class Link:
         """It may be dead to the end."""
         rejoin()
 
-    def receive_arena(self, layouts: dict[int, Any]) -> ArenaFile:
+    def receive_arena(self, layouts: dict[int, Any]) -> Arena:
         self._world.scheduler.wait_until(lambda: self.is_closing or bool(select.select([self._arenas], [], [], 0)[0]))
         if self.is_closing:
             raise ClusterError("the link is closed")
         return receive_arena(self._arenas, layouts, token=TOKEN)
 
-    def give_arena(self, file: ArenaFile) -> None:
+    def give_arena(self, file: Arena) -> None:
         send_arena(self._arenas, file, token=TOKEN, sender=Address("trainer", 0))
 
     def close(self, release: Callable[[], None]) -> None:

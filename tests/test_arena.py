@@ -17,7 +17,7 @@ import pytest
 from hytrain.memory import arena as arena_module
 from hytrain.memory.arena import (
     HUGE_PAGE_BYTES,
-    HostArena,
+    Arena,
     Mapping,
     allow_descriptors,
     receive_arena,
@@ -67,12 +67,12 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @pytest.fixture
-def arena() -> Iterator[HostArena]:
-    with closing(HostArena(LAYOUT)) as arena:
+def arena() -> Iterator[Arena]:
+    with closing(Arena(LAYOUT)) as arena:
         yield arena
 
 
-def write(arena: HostArena, plane: str, segment: int, data: bytes) -> None:
+def write(arena: Arena, plane: str, segment: int, data: bytes) -> None:
     handle = LAYOUT.handles[plane][segment]
     assert handle is not None
     os.pwrite(arena.descriptor, data, handle.offset)
@@ -100,7 +100,7 @@ def test_more_layers_may_have_more_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_both_sides_see_one_memory(arena: HostArena, connection: tuple[socket.socket, socket.socket]) -> None:
+def test_both_sides_see_one_memory(arena: Arena, connection: tuple[socket.socket, socket.socket]) -> None:
     here, there = connection
     assert os.pread(arena.descriptor, LAYOUT.nbytes + 1, 0) == bytes(LAYOUT.nbytes), "zeros at first"
     send_arena(here, arena, token=TOKEN, sender=SENDER)
@@ -119,7 +119,7 @@ def test_both_sides_see_one_memory(arena: HostArena, connection: tuple[socket.so
     assert os.pread(arena.descriptor, 4, handle.offset) == b"grad"
 
 
-def test_a_mapping_begins_where_a_huge_page_can_and_ends_with_its_last_view(arena: HostArena) -> None:
+def test_a_mapping_begins_where_a_huge_page_can_and_ends_with_its_last_view(arena: Arena) -> None:
     mappings = [Mapping(arena.descriptor, LAYOUT.nbytes) for _ in range(4)]
     assert all(mapping.address % HUGE_PAGE_BYTES == 0 for mapping in mappings)
     places = [f"{mapping.address:x}-" for mapping in mappings]
@@ -132,7 +132,7 @@ def test_a_mapping_begins_where_a_huge_page_can_and_ends_with_its_last_view(aren
     assert [place in Path("/proc/self/maps").read_text() for place in places] == [True, False, False, False]
 
 
-def test_what_cannot_be_mapped(arena: HostArena, tmp_path: Path) -> None:
+def test_what_cannot_be_mapped(arena: Arena, tmp_path: Path) -> None:
     before = mapped_bytes()
     with pytest.raises(OSError, match="its file is shorter"):
         Mapping(arena.descriptor, LAYOUT.nbytes + mmap.PAGESIZE)
@@ -152,7 +152,7 @@ def mapped_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 
 
-def test_what_is_reserved_around_a_mapping_is_not_charged_as_memory(arena: HostArena) -> None:
+def test_what_is_reserved_around_a_mapping_is_not_charged_as_memory(arena: Arena) -> None:
     if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2":
         pytest.skip("this kernel charges all private memory")
     mapping = Mapping(arena.descriptor, LAYOUT.nbytes)
@@ -169,7 +169,7 @@ def test_an_arena_that_cannot_be_mapped_leaves_nothing(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(arena_module, "Mapping", no_memory)
     with pytest.raises(OSError, match="Cannot allocate memory"):
-        HostArena(LAYOUT)
+        _ = Arena(LAYOUT).mapping
 
 
 # ---------------------------------------------------------------- refusals
@@ -193,7 +193,7 @@ READY = PlanesReady(lid=4, nbytes=LAYOUT.nbytes)
     ids=["token", "junk", "another message", "unknown layer", "another layer", "size", "too long", "empty"],
 )
 def test_what_does_not_fit_the_table_is_refused_and_its_descriptor_closed(
-    arena: HostArena,
+    arena: Arena,
     connection: tuple[socket.socket, socket.socket],
     message: Message | bytes,
     token: str,
@@ -212,7 +212,7 @@ def test_what_does_not_fit_the_table_is_refused_and_its_descriptor_closed(
 
 
 def test_no_memory_there_and_no_descriptor_here_are_refusals(
-    arena: HostArena, connection: tuple[socket.socket, socket.socket]
+    arena: Arena, connection: tuple[socket.socket, socket.socket]
 ) -> None:
     here, there = connection
     refuse_arena(here, 4, "Cannot allocate memory", token=TOKEN, sender=SENDER)
@@ -228,7 +228,7 @@ def test_no_memory_there_and_no_descriptor_here_are_refusals(
 
 
 def test_descriptors_of_something_else_and_too_many_are_refused(
-    arena: HostArena, connection: tuple[socket.socket, socket.socket]
+    arena: Arena, connection: tuple[socket.socket, socket.socket]
 ) -> None:
     here, there = connection
     before = open_descriptors()
@@ -255,6 +255,6 @@ def test_a_limit_on_files_that_memory_is_under_is_named() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
         with pytest.raises(OSError, match=r"1,000 bytes into a file \(ulimit -f\): raise that limit"):
-            HostArena(layout_of())
+            Arena(layout_of())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

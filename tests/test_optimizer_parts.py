@@ -17,7 +17,7 @@ import pytest
 
 from hytrain.kernels.backend import Operands
 from hytrain.kernels.scalars import TYPICAL, scalars
-from hytrain.memory.arena import Mapping, made_arena, receive_arena, send_arena
+from hytrain.memory.arena import Arena, Mapping, receive_arena, send_arena
 from hytrain.run import trace
 from hytrain.run.trace import TraceWriter
 from protocol.address import Address
@@ -166,7 +166,7 @@ def test_a_layer_gets_memory_once_until_it_is_released(owner: Owner) -> None:
 
 
 def test_an_arena_that_the_trainer_has_made_is_like_any_other(owner: Owner) -> None:
-    file = made_arena(LAYOUTS[1])
+    file = Arena(LAYOUTS[1])
     trainers = Mapping(file.descriptor, file.layout.nbytes)
     to = {"token": TOKEN, "sender": Address("trainer", 0)}
     send_arena(owner.trainer, file, **to)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from hytrain.memory.arena import ArenaFile, HostArena
+from hytrain.memory.arena import Arena
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes
 from hytrain.memory.transfer import HostTransfers
 from hytrain.tensors import PART_ALIGN_BYTES
@@ -31,19 +31,19 @@ BANKS = [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 @pytest.fixture
-def arena() -> Iterator[HostArena]:
-    with closing(HostArena(LAYOUT)) as arena:
+def arena() -> Iterator[Arena]:
+    with closing(Arena(LAYOUT)) as arena:
         yield arena
 
 
 @pytest.fixture
-def planes(arena: HostArena) -> Iterator[ArenaPlanes]:
-    with closing(ArenaPlanes(ArenaFile(LAYOUT, os.dup(arena.descriptor)), HostTransfers())) as planes:
+def planes(arena: Arena) -> Iterator[ArenaPlanes]:
+    with closing(ArenaPlanes(Arena(LAYOUT, os.dup(arena.descriptor)), HostTransfers())) as planes:
         yield planes
 
 
 @pytest.mark.parametrize("plane", ["weights", "remainder", "exp_avg", "exp_avg_sq"])
-def test_each_segment_is_where_it_holds_and_there_alone(arena: HostArena, planes: ArenaPlanes, plane: str) -> None:
+def test_each_segment_is_where_it_holds_and_there_alone(arena: Arena, planes: ArenaPlanes, plane: str) -> None:
     """What is written through the trainer's view is in that bank's plane; a gradient has one place."""
     assert planes.banks == (0, 0), "at first"
     grads = [part.data_ptr() for part in planes.grads if part is not None]
@@ -60,7 +60,7 @@ def test_each_segment_is_where_it_holds_and_there_alone(arena: HostArena, planes
         assert [part.data_ptr() for part in planes.grads if part is not None] == grads and len(grads) == 2
 
 
-def test_gradients_take_memory_only_while_they_are_held(arena: HostArena, planes: ArenaPlanes) -> None:
+def test_gradients_take_memory_only_while_they_are_held(arena: Arena, planes: ArenaPlanes) -> None:
     """The other planes keep theirs, and their values."""
 
     def taken() -> int:
@@ -81,7 +81,7 @@ def test_gradients_take_memory_only_while_they_are_held(arena: HostArena, planes
 
 @pytest.mark.parametrize("is_viewed", [False, True])
 def test_state_is_freed_for_good_unless_somebody_has_a_view_of_it(
-    arena: HostArena, planes: ArenaPlanes, is_viewed: bool
+    arena: Arena, planes: ArenaPlanes, is_viewed: bool
 ) -> None:
     for plane in ("exp_avg", "exp_avg_sq"):
         for part in planes.state(plane):

@@ -4,8 +4,8 @@ The optimizer process creates an arena, touches its pages first (so they are on 
 descriptor. `grads` has pages only while the CPU updates the layer; the trainer touches and frees them. Both align the
 mapping to huge pages: a page of 2 MiB is touched, pinned and freed much faster than 512 pages of 4 KiB.
 
-    optimizer: HostArena ── touch ──SCM_RIGHTS──▶ trainer: ArenaFile ── Mapping ── tensor views, pinned on CUDA
-    trainer: made_arena, for state that is evicted ──SCM_RIGHTS──▶ optimizer: HostArena.of
+    optimizer: Arena ── touch ──SCM_RIGHTS──▶ trainer: Arena ── its mapping ── tensor views, pinned on CUDA
+    trainer: Arena, for state that is evicted ──SCM_RIGHTS──▶ optimizer: Arena
 
 Views keep their mapping alive: after an arena is closed, existing views stay readable.
 """
@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Final, Self
+from functools import cached_property
+from typing import Final
 
 from hytrain.state.locks import said
 from protocol.address import Address
@@ -167,6 +168,18 @@ class Memory:
     number: int = field(default_factory=_numbers.__next__)  # of this process's
 
 
+def memfd(name: str, nbytes: int) -> int:
+    """The descriptor of memory of zeros, which keeps its size. Raises `OSError`."""
+    descriptor = os.memfd_create(f"hytrain-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, nbytes)
+        fcntl.fcntl(descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_AND_GROW)
+    except OSError as error:  # a limit on files is one on memory that is shared, too
+        os.close(descriptor)
+        raise OSError(error.errno, said(error)) from None
+    return descriptor
+
+
 class SharedMemory:
     """Memory of this process that others map, once they have its descriptor. A page comes with its first use, or with
     `Mapping.populate`.
@@ -174,62 +187,40 @@ class SharedMemory:
 
     def __init__(self, name: str, nbytes: int) -> None:
         """Create and map memory of zeros. Raises `OSError` if there is no address space for it."""
-        self.descriptor = os.memfd_create(f"hytrain-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.descriptor = memfd(name, nbytes)
         try:
-            try:
-                os.ftruncate(self.descriptor, nbytes)
-            except OSError as error:  # a limit on files is one on memory that is shared, too
-                raise OSError(error.errno, said(error)) from None
-            fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK_AND_GROW)
             self.mapping = Mapping(self.descriptor, nbytes)
-            self.memory = Memory(self.descriptor, nbytes)
         except BaseException:
             os.close(self.descriptor)
             raise
+        self.memory = Memory(self.descriptor, nbytes)
 
     def close(self) -> None:
         os.close(self.descriptor)
         del self.mapping
 
 
-class HostArena(SharedMemory):
-    """A layer's arena in the optimizer process."""
+class Arena:
+    """A layer's arena, in either process: one that came as a checked descriptor, or a new one of zeros."""
 
-    def __init__(self, layout: ArenaLayout) -> None:
-        """Create and map an arena of zeros. Raises `OSError` if there is no memory for it."""
+    def __init__(self, layout: ArenaLayout, descriptor: int | None = None) -> None:
+        """Raises `OSError` if there is no descriptor for a new one."""
         self.layout = layout
-        super().__init__(str(layout.lid), layout.nbytes)
+        self.descriptor = memfd(str(layout.lid), layout.nbytes) if descriptor is None else descriptor
 
-    @classmethod
-    def of(cls, file: ArenaFile) -> Self:
-        """An arena that the trainer has made. Raises `OSError` if there is no address space for it."""
-        arena = cls.__new__(cls)
-        arena.layout, arena.descriptor = file.layout, file.descriptor
+    @cached_property
+    def mapping(self) -> Mapping:
+        """Raises `OSError` if there is no address space for it; then the arena is closed."""
         try:
-            arena.mapping = Mapping(file.descriptor, file.layout.nbytes)
+            return Mapping(self.descriptor, self.layout.nbytes)
         except BaseException:
-            file.close()
+            os.close(self.descriptor)
             raise
-        return arena
-
-
-class ArenaFile:
-    """A layer's arena in the trainer: a checked descriptor, or one of its own."""
-
-    def __init__(self, layout: ArenaLayout, descriptor: int) -> None:
-        self.layout, self.descriptor = layout, descriptor
 
     def close(self) -> None:
+        """Its memory stays as long as a view of the mapping exists."""
         os.close(self.descriptor)
-
-
-def made_arena(layout: ArenaLayout) -> ArenaFile:
-    """An arena of the trainer's own, without pages. Raises `OSError` if there is no address space or descriptor."""
-    arena = HostArena(layout)
-    try:
-        return ArenaFile(layout, os.dup(arena.descriptor))
-    finally:
-        arena.close()
+        self.__dict__.pop("mapping", None)
 
 
 def free_pages(descriptor: int, start: int, nbytes: int) -> None:
@@ -243,7 +234,7 @@ def arena_socket(socket_dir: str, rank: int) -> str:
     return os.path.join(socket_dir, f"arena-{rank}")
 
 
-def send_arena(connection: socket.socket, arena: HostArena | ArenaFile, *, token: str, sender: Address) -> None:
+def send_arena(connection: socket.socket, arena: Arena, *, token: str, sender: Address) -> None:
     """Announce an arena and send its descriptor, in one datagram of a SEQPACKET socket."""
     message = PlanesReady(lid=arena.layout.lid, nbytes=arena.layout.nbytes)
     socket.send_fds(connection, [encode(message, token=token, sender=sender, seq=0)], [arena.descriptor])
@@ -254,9 +245,7 @@ def refuse_arena(connection: socket.socket, lid: int, reason: str, *, token: str
     connection.send(encode(PlanesRefused(lid=lid, reason=reason), token=token, sender=sender, seq=0))
 
 
-def receive_arena(
-    connection: socket.socket, layouts: dict[int, ArenaLayout], *, token: str
-) -> ArenaFile | PlanesRefused:
+def receive_arena(connection: socket.socket, layouts: dict[int, ArenaLayout], *, token: str) -> Arena | PlanesRefused:
     """The next announced arena, checked against the layer table; or a refusal, also if no descriptor is free here.
 
     Raises `WireError` or `HandleError` if it does not fit the table, `EOFError` if the other side has gone.
@@ -281,4 +270,4 @@ def receive_arena(
         for descriptor in descriptors:
             os.close(descriptor)
         raise
-    return ArenaFile(expected, descriptors[0])
+    return Arena(expected, descriptors[0])

@@ -20,7 +20,7 @@ from hytrain.kernels.backend import Backend, Elements
 from hytrain.kernels.gpu import Rows, update_rows
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.split import clear_remainder
-from hytrain.memory.arena import POPULATING_THREADS, ArenaFile, Mapping, Memory, free_pages
+from hytrain.memory.arena import POPULATING_THREADS, Arena, Memory, free_pages
 from hytrain.memory.passes import as_read, passes
 from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
 from hytrain.tensors import count_write, holders, in_one_piece
@@ -44,7 +44,7 @@ class ArenaPlanes:
     `banks[i]` is the current bank of segment i. `weights` and `state` read only from it.
     """
 
-    def __init__(self, file: ArenaFile, transfers: Transfers, *, gently: bool = False, is_own: bool = False) -> None:
+    def __init__(self, file: Arena, transfers: Transfers, *, gently: bool = False, is_own: bool = False) -> None:
         """Map the file, and pin `weights`. Raises `CapacityError` if it cannot be mapped; then the file is closed.
 
         `is_own`: this process has made it, so that no plane has pages yet.
@@ -56,9 +56,8 @@ class ArenaPlanes:
         self.memory = Memory(file.descriptor, shared, grads)  # with the weights, for other processes
         self._ranges = {"grads": (0, grads), "weights": (grads, shared - grads), "state": (shared, end - shared)}
         try:
-            self._mapping = Mapping(file.descriptor, layout.nbytes)
+            self._address = file.mapping.address
         except OSError as error:
-            file.close()
             raise CapacityError(f"host memory cannot be mapped: {error}") from None
         self.pin("weights", gently=gently)
         self._parts: dict[tuple[str, int], Tensor | None] = {}  # of the state, by bank and segment
@@ -107,8 +106,8 @@ class ArenaPlanes:
         with self._pinning:
             if what not in self._pinned:
                 if what == "grads" or self._is_own:
-                    self._mapping.populate((start, nbytes), threads=1 if gently else POPULATING_THREADS)
-                self._transfers.pin(self._mapping.address + start, nbytes, gently=gently)
+                    self.file.mapping.populate((start, nbytes), threads=1 if gently else POPULATING_THREADS)
+                self._transfers.pin(self._address + start, nbytes, gently=gently)
                 self._pinned.add(what)
 
     def unpin(self, what: str) -> bool:
@@ -117,7 +116,7 @@ class ArenaPlanes:
         with self._pinning:
             if was_pinned := what in self._pinned:
                 self._pinned.remove(what)
-                self._transfers.unpin(self._mapping.address + start, nbytes)
+                self._transfers.unpin(self._address + start, nbytes)
         return was_pinned
 
     def free_state(self) -> None:
@@ -137,7 +136,6 @@ class ArenaPlanes:
         for what in self._ranges:
             self.unpin(what)
         self._parts.clear()
-        del self._mapping
         self.grads, self._weights, self.banks = [], [], ()
         self.file.close()
 
@@ -149,7 +147,7 @@ class ArenaPlanes:
         if handle is None:
             return None
         dtype = DTYPES[handle.dtype]
-        return torch.frombuffer(self._mapping.buffer, dtype=dtype, count=handle.numel, offset=handle.offset)
+        return torch.frombuffer(self.file.mapping.buffer, dtype=dtype, count=handle.numel, offset=handle.offset)
 
 
 class DevicePlanes:

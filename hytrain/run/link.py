@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from hytrain.errors import ClusterError, ClusterTimeout, HyTrainError, WorkerDied
-from hytrain.memory.arena import ArenaFile, arena_socket, receive_arena, send_arena
+from hytrain.memory.arena import Arena, arena_socket, receive_arena, send_arena
 from hytrain.memory.transfer import Transfer
 from hytrain.run.cluster import PrivateCluster, await_end, has_ended
 from hytrain.run.coordinator import LOOK_S, PROCESS, RETRY_S, START_TIMEOUT_S, Coordinator, Unrecorded
@@ -252,7 +252,7 @@ class Link:
                 _log.warning("%s: the records of up to %d steps are lost", who, self._unrecorded.steps)
                 return
 
-    def receive_arena(self, layouts: dict[int, ArenaLayout]) -> ArenaFile | m.PlanesRefused:
+    def receive_arena(self, layouts: dict[int, ArenaLayout]) -> Arena | m.PlanesRefused:
         """The next arena from the optimizer, or why there is none for a layer.
 
         Raises `ClusterError` if nothing comes, or if it does not match.
@@ -266,7 +266,7 @@ class Link:
                 self._await_optimizer()  # its end of the connection closes before its own end can be seen
             raise ClusterError(f"the optimizer process sent no arena: {error}") from None
 
-    def give_arena(self, file: ArenaFile) -> None:
+    def give_arena(self, file: Arena) -> None:
         """Send the optimizer an arena that was made here. The message that says so comes after it."""
         try:
             send_arena(self._arenas, file, token=self._cluster.token, sender=self.address)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from hytrain.errors import CapacityError
-from hytrain.memory.arena import made_arena
+from hytrain.memory.arena import Arena
 from hytrain.memory.capacity import HostRoom, host_bound
 from hytrain.memory.host import available_bytes
 from hytrain.memory.planes import ArenaPlanes, DevicePlanes
@@ -130,6 +130,6 @@ class Arenas:
         return layer.layout.nbytes - layer.layout.plane_nbytes["grads"]
 
     def _made(self, layer: TrainedLayer, *, gently: bool) -> ArenaPlanes:
-        arena = ArenaPlanes(made_arena(layer.layout), self._transfers, gently=gently, is_own=True)
+        arena = ArenaPlanes(Arena(layer.layout), self._transfers, gently=gently, is_own=True)
         arena.pin("state", gently=gently)
         return arena

@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from hytrain.memory.arena import ArenaFile, receive_arena
+from hytrain.memory.arena import Arena, receive_arena
 from hytrain.run.ownership import OwnershipError
 from protocol import handles
 from protocol import messages as m
@@ -174,7 +174,7 @@ def arena(drawn: random.Random) -> int:
                 os.close(file)
             with suppress(ValueError, EOFError, OSError):
                 found = receive_arena(ours, _KNOWN, token=TOKEN)
-                if isinstance(found, ArenaFile):
+                if isinstance(found, Arena):
                     assert os.fstat(found.descriptor).st_size == found.layout.nbytes
                     assert not os.get_inheritable(found.descriptor)
                     found.close()

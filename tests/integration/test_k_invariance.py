@@ -198,7 +198,7 @@ def no_address_space(pid: int) -> Iterator[None]:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    with mock.patch("hytrain.memory.planes.Mapping", refuse):
+    with mock.patch("hytrain.memory.arena.Mapping", refuse):
         yield
 
 

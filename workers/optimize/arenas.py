@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from hytrain.kernels.backend import Backend, Elements, Into, Operands
 from hytrain.kernels.scalars import Scalars
-from hytrain.memory.arena import ArenaFile, HostArena, receive_arena, refuse_arena, send_arena
+from hytrain.memory.arena import Arena, receive_arena, refuse_arena, send_arena
 from protocol.address import Address
 from protocol.handles import BANKED_PLANES, DTYPE_BYTES, TensorHandle, bank_plane, layout
 from protocol.messages import Layer, Segment
@@ -46,7 +46,7 @@ class SegmentPlanes:
     banks: tuple[dict[str, Place], ...]
 
     @classmethod
-    def of(cls, arena: HostArena, index: int, segment: Segment) -> SegmentPlanes:
+    def of(cls, arena: Arena, index: int, segment: Segment) -> SegmentPlanes:
         def place(handle: TensorHandle | None) -> Place:
             return (0, 0) if handle is None else (arena.mapping.address + handle.offset, DTYPE_BYTES[handle.dtype])
 
@@ -83,7 +83,7 @@ class SegmentPlanes:
         return {"weights": at["weights"], "remainder": at["remainder"], "moments": moments}
 
 
-def segments_of(arena: HostArena, layer: Layer) -> tuple[SegmentPlanes, ...]:
+def segments_of(arena: Arena, layer: Layer) -> tuple[SegmentPlanes, ...]:
     return tuple(SegmentPlanes.of(arena, index, segment) for index, segment in enumerate(layer.segments))
 
 
@@ -104,8 +104,8 @@ class Arenas:
         self.banks = banks
         self._layers, self._backend = layers, backend
         self._connection, self._token, self._address = connection, token, address
-        self._arenas: dict[int, HostArena] = {}
-        self._coming: deque[HostArena] = deque()
+        self._arenas: dict[int, Arena] = {}
+        self._coming: deque[Arena] = deque()
         self._touched_bytes = 0
 
     def __contains__(self, lid: int) -> bool:
@@ -120,11 +120,13 @@ class Arenas:
         if not 0 <= lid < len(self._layers) or lid in self._arenas:
             raise ValueError(f"planes requested for layer {lid}, which is unknown or already has them")
         try:
-            self._arenas[lid] = arena = HostArena(layout(self._layers[lid], self.banks))
+            arena = Arena(layout(self._layers[lid], self.banks))
+            _ = arena.mapping  # now, while it can be refused
         except OSError as error:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may be leaving: its Goodbye follows
                 refuse_arena(self._connection, lid, str(error), token=self._token, sender=self._address)
             return
+        self._arenas[lid] = arena
         self._coming.append(arena)
 
     def adopt(self, lid: int) -> None:
@@ -135,10 +137,10 @@ class Arenas:
         if not 0 <= lid < len(self._layers) or lid in self._arenas:
             raise ValueError(f"layer {lid} was evicted, which is unknown or already has planes")
         expected = {lid: layout(self._layers[lid], self.banks)}
-        file = receive_arena(self._connection, expected, token=self._token)
-        assert isinstance(file, ArenaFile), "the trainer refuses nothing"
-        self._arenas[lid] = HostArena.of(file)
-        self.segments[lid] = segments_of(self._arenas[lid], self._layers[lid])
+        arena = receive_arena(self._connection, expected, token=self._token)
+        assert isinstance(arena, Arena), "the trainer refuses nothing"
+        self.segments[lid] = segments_of(arena, self._layers[lid])
+        self._arenas[lid] = arena
 
     def touch_next(self, *, whole: bool = False) -> None:
         """Touch a piece of the memory that was requested first, or the whole. After that, send the descriptor."""

@@ -12,7 +12,7 @@ from typing import Final
 
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import TYPICAL, scalars
-from hytrain.memory.arena import HostArena
+from hytrain.memory.arena import Arena
 from protocol.handles import layout, typical_segment
 from protocol.messages import Layer
 from protocol.rules import TILE_NUMEL
@@ -28,9 +28,9 @@ def seconds_per_parameter(backend: Backend, layers: Sequence[Layer]) -> float:
     enough_s = time.perf_counter() + BUDGET_S
     segment = typical_segment(layers, TILE_NUMEL)
     layer = Layer(lid=0, position=0, name="scratch", segments=(segment,))
-    arena = HostArena(layout(layer))
+    arena = Arena(layout(layer))
+    arena.mapping.populate((0, arena.layout.nbytes), threads=backend.threads)
     try:
-        arena.mapping.populate((0, arena.layout.nbytes), threads=backend.threads)
         [planes] = segments_of(arena, layer)
         took_s: list[float] = []
         for step in range(1, PASSES + 2):
