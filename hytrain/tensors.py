@@ -22,6 +22,16 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+#: By the names that the protocol has. float8 is codes, which only `kernels.float8` reads as numbers.
+DTYPES: Final = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int16": torch.int16,
+    "float8": torch.uint8,
+}
+#: Those that parameters may have.
+DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items() if dtype.is_floating_point}
 #: As torch's allocator on a GPU aligns what it gives.
 PART_ALIGN_BYTES: Final = 512
 #: For each dimension, a beginning and an end.

@@ -20,10 +20,11 @@ from hytrain.kernels.orthogonal import orthogonalized
 from hytrain.kernels.scalars import Scalars, muon_step, scalars
 from hytrain.kernels.split import join
 from hytrain.memory.passes import passes, work_bytes
-from hytrain.memory.planes import DTYPES, DevicePlanes
+from hytrain.memory.planes import DevicePlanes
 from hytrain.memory.transfer import HostTransfers, transfers_for
 from hytrain.memory.visits import Visit, Visits
 from hytrain.model.layers import split_layers
+from hytrain.tensors import DTYPES
 from protocol.handles import EXACT, STATE_PLANES
 from protocol.messages import Segment
 from protocol.rules import ON_DEVICE, MuonHyper

@@ -29,13 +29,11 @@ from hytrain.kernels.rounding import more_random_bits, random_bits, rounded
 from hytrain.kernels.scalars import Scalars
 from hytrain.kernels.scalars import scalars as make_scalars
 from hytrain.kernels.split import REMAINDERS, join, nearest_half, split
-from hytrain.tensors import address
+from hytrain.tensors import DTYPES, address
 from protocol.rules import AdamWHyper, LionHyper, MuonHyper, SGDHyper
 
 WIDTH = 128  # elements; a multiple of the width of the operators' vector loops
 CHUNK_PER_THREAD = 128 * 1024  # elements; two fp32 copies of them are 1 MiB, the size of a core's own cache
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float8": torch.uint8}
 
 
 class Vectors(NamedTuple):
@@ -100,10 +98,10 @@ class TorchBackend:
     def update(self, of: Operands) -> None:
         scalars, elements, numel = of.scalars, of.elements, of.numel
         check_dtypes(of.weights_dtype, of.grads_dtype, of.remainder, of.state_dtype, scalars.kernel)
-        to, weights, state = of.into or of, _DTYPES[of.weights_dtype], _DTYPES[of.state_dtype]
+        to, weights, state = of.into or of, DTYPES[of.weights_dtype], DTYPES[of.state_dtype]
         planes = [
             _both(of.weights, to.weights, numel, weights),
-            _both(of.grads, of.grads, numel, _DTYPES[of.grads_dtype]),
+            _both(of.grads, of.grads, numel, DTYPES[of.grads_dtype]),
             _both(of.remainder, to.remainder, numel, REMAINDERS[weights]) if of.remainder else None,
             *(_both(read, written, numel, state) for read, written in zip(of.moments, to.moments, strict=True)),
         ]

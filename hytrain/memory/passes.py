@@ -22,12 +22,11 @@ from hytrain.kernels.backend import Backend, Elements, Operands
 from hytrain.kernels.orthogonal import SHARED_BYTES, WORK_BYTES, orthogonalized
 from hytrain.kernels.scalars import Scalars, muon_step
 from hytrain.kernels.torch_backend import TorchBackend
-from hytrain.tensors import addresses
+from hytrain.tensors import DTYPE_NAMES, addresses
 from protocol.handles import STATE_PLANES, plane_dtype
 from protocol.messages import Segment
 from protocol.rules import MOMENTS, ON_DEVICE, MuonHyper
 
-_NAMES: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 #: For each rule, where its moments are among `STATE_PLANES`.
 _MOMENTS_AT: Final = {rule: tuple(map(STATE_PLANES.index, planes)) for rule, planes in MOMENTS.items()}
 
@@ -88,8 +87,8 @@ class Pass:
             remainder=0 if remainder is None else to_state.pop(),
             moments=tuple(to_state),
             numel=grads.numel(),
-            weights_dtype=_NAMES[weights.dtype],
-            grads_dtype=_NAMES[grads.dtype],
+            weights_dtype=DTYPE_NAMES[weights.dtype],
+            grads_dtype=DTYPE_NAMES[grads.dtype],
             scalars=self.scalars,
             state_dtype=self.segment.state_dtype,
             elements=elements,

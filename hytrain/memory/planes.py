@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -23,19 +22,10 @@ from hytrain.kernels.split import clear_remainder
 from hytrain.memory.arena import POPULATING_THREADS, Arena, Memory, free_pages
 from hytrain.memory.passes import as_read, passes
 from hytrain.memory.transfer import Copy, Fence, Transfer, Transfers
-from hytrain.tensors import count_write, holders, in_one_piece
+from hytrain.tensors import DTYPES, count_write, holders, in_one_piece
 from protocol.handles import STATE_PLANES, TensorHandle, bank_plane, plane_dtype
 from protocol.messages import Segment
 from protocol.rules import MOMENTS
-
-#: float8 is codes, which only `kernels.float8` reads as numbers.
-DTYPES: Final = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "int16": torch.int16,
-    "float8": torch.uint8,
-}
 
 
 class ArenaPlanes:

@@ -26,9 +26,8 @@ from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import Scalars
 from hytrain.memory.clock import Stream
 from hytrain.memory.passes import Pass, as_read, passes, work_bytes
-from hytrain.memory.planes import DTYPES
 from hytrain.memory.transfer import Transfer, Transfers
-from hytrain.tensors import count_write
+from hytrain.tensors import DTYPES, count_write
 from protocol.handles import ALIGN_ELEMENTS, STATE_PLANES, plane_dtype
 from protocol.messages import Segment
 from protocol.visiting import most_put_off_bytes

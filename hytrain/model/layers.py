@@ -27,7 +27,7 @@ from hytrain.kernels.rounding import key_of
 from hytrain.kernels.torch_backend import vectors
 from hytrain.model import fsdp
 from hytrain.model.parts import roots
-from hytrain.tensors import is_dense, is_plain, local
+from hytrain.tensors import DTYPE_NAMES, is_dense, is_plain, local
 from protocol import messages
 from protocol.handles import ALIGN_ELEMENTS, Precision
 from protocol.rules import ON_DEVICE
@@ -43,7 +43,6 @@ MANY_BLOCKS: Final = 256
 READ_CHILDREN: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 #: What wrappers of modules add to names, and torch's distributed checkpoints remove.
 WRAPPERS: Final = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")
-_DTYPE_NAMES: Final = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 
 
 def clean(name: str) -> str:
@@ -100,8 +99,8 @@ class ModelLayer:
             return messages.Segment(
                 name=piece.name if piece.is_whole else f"{piece.name}[{piece.start}]",
                 numel=piece.numel,
-                dtype=_DTYPE_NAMES[parameter.dtype],
-                grads_dtype=_DTYPE_NAMES[sent],
+                dtype=DTYPE_NAMES[parameter.dtype],
+                grads_dtype=DTYPE_NAMES[sent],
                 group=group,
                 state_dtype=precision.state_dtype,
                 master_dtype=precision.master_dtype if parameter.dtype is torch.bfloat16 else "float32",
@@ -181,7 +180,7 @@ def _blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _refuse(name: str, parameter: nn.Parameter) -> None:
-    if parameter.dtype not in _DTYPE_NAMES:
+    if parameter.dtype not in DTYPE_NAMES:
         raise UnsupportedError(
             f"parameter {name} has dtype {parameter.dtype}: HyTrain trains float32, bfloat16 and float16 parameters; "
             "convert the model with model.to(torch.bfloat16) first"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hytrain.memory.clock import Stream
-from hytrain.memory.planes import DTYPES, ArenaPlanes, DevicePlanes, Moving, Planes
+from hytrain.memory.planes import ArenaPlanes, DevicePlanes, Moving, Planes
 from hytrain.memory.transfer import Copy, Fence, Transfer
 from hytrain.model import graphs
 from hytrain.model.block_life import BlockLife, Pin
@@ -28,6 +28,7 @@ from hytrain.model.fsdp import gathered
 from hytrain.model.lifecycle import LayerLife, State
 from hytrain.model.summed import Sum, summed
 from hytrain.tensors import (
+    DTYPES,
     address,
     addresses,
     distinct,

@@ -17,8 +17,9 @@ import torch
 
 from hytrain.kernels.backend import Backend
 from hytrain.kernels.scalars import TYPICAL, scalars
-from hytrain.memory.planes import DTYPES, DevicePlanes
+from hytrain.memory.planes import DevicePlanes
 from hytrain.memory.transfer import Transfers
+from hytrain.tensors import DTYPES
 from protocol.handles import typical_segment
 from protocol.messages import Calibration, Layer, Segment
 

@@ -22,13 +22,13 @@ from hytrain.checks import Groups
 from hytrain.kernels import as_torch
 from hytrain.kernels.split import join
 from hytrain.memory.clock import Stream
-from hytrain.memory.planes import DTYPES
 from hytrain.memory.transfer import Transfer
 from hytrain.model.trained import TrainedLayer, TrainedSegment
 from hytrain.options import Options
 from hytrain.step.common import Common
 from hytrain.step.device import DeviceUpdates
 from hytrain.step.gradient import RoundTrip
+from hytrain.tensors import DTYPES
 from protocol.rules import MOMENTS, ON_DEVICE
 
 #: Copies may take so much until the step ends. With more, backward waits for updates, so that these are compared.
