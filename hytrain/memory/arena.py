@@ -220,6 +220,7 @@ class Arena:
     def close(self) -> None:
         """Its memory stays as long as a view of the mapping exists."""
         os.close(self.descriptor)
+        self.descriptor = -1  # a mapping that somebody still asks for is none of another file
         self.__dict__.pop("mapping", None)
 
 
