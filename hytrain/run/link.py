@@ -319,7 +319,7 @@ class Link:
         for role, outbox in self._outboxes.items():
             if has_ended(pids[role]) or has_ended(self._cluster.launcher_pid):
                 outbox.linger_s = 0.0  # nobody is left to hear it, or will be in a moment
-        self._network.leave(self._outboxes.values())
+        self._network.leave([each for each in self._network.sockets if each is not self._inbox])  # if interrupted, more
 
     def _send_all(self, listener: Listener) -> None:
         """The sender thread."""
