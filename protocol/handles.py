@@ -1,8 +1,8 @@
-"""The layout of a layer's arrays in its arena, and the check of an arena that arrives.
+"""The layout of a layer's arrays in its arena.
 
 An arena is a shared-memory file that contains the planes of one layer, one after the other, in one bank or in two:
 docs/architecture.md draws it. Both processes compute the layout from the layer table. A message therefore only has the
-layer ID and a size, which must match the layout.
+layer ID, and the file's size must match the layout.
 
 Trainer and optimizer map all or part of an arena. Sizes are in bytes, and offsets count from the arena's start.
 """
@@ -32,10 +32,6 @@ DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "int16": 2, "fl
 REMAINDER_DTYPES: Final = {"bfloat16": "int16", "float16": "float32", "float32": None}
 PAGE_BYTES: Final = 4096
 ALIGN_ELEMENTS: Final = 128
-
-
-class HandleError(ValueError):
-    """An arena that does not match the layer table."""
 
 
 class TensorHandle(NamedTuple):
@@ -144,17 +140,6 @@ def layout(layer: Layer, banks: int = 1) -> ArenaLayout:
         if plane.removesuffix("'") in SHARED_PLANES:
             shared = offset
     return ArenaLayout(layer.lid, banks, offset, shared, sizes, handles)
-
-
-def check_arena(expected: ArenaLayout, *, lid: int, nbytes: int, file_bytes: int) -> None:
-    """Raise `HandleError` unless the announced arena matches the layout and its file has that size."""
-    if lid != expected.lid:
-        raise HandleError(f"arena of layer {lid} arrived, but layer {expected.lid} was expected")
-    if nbytes != expected.nbytes or file_bytes != expected.nbytes:
-        raise HandleError(
-            f"arena of layer {lid}: {nbytes} bytes announced, {file_bytes} in the file, "
-            f"{expected.nbytes} in the layer table"
-        )
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -122,7 +122,6 @@ class Hello(Message, by="trainer optimizer"):
 class Welcome(Message, by="coordinator"):
     """Coordinator to worker: the answer to Hello. The worker belongs to this run."""
 
-    run_name: str
     coordinator_pid: int
 
 
@@ -259,6 +258,8 @@ class LayerTable(Message, by="trainer coordinator"):
         in_blocks = [lid for block in self.blocks for lid in block]
         _require(all(self.blocks) and len(set(in_blocks)) == len(in_blocks), "a layer is in one block, if any")
         _require(set(in_blocks) <= set(numbers), "blocks are of layers in the table")
+        _require(self.policy in POLICIES, f"unknown policy {self.policy!r}")
+        _require(self.policy != "fixed" or self.k is not None, 'policy "fixed" needs a k')
         _require(self.objective in OBJECTIVES, f"unknown objective {self.objective!r}")
         _require(self.awaits_verdict or self.speculate is False, "speculating needs a verdict to come")
         _require(self.rank < self.world, f"rank {self.rank} of {self.world}")
@@ -298,7 +299,6 @@ class PlanesReady(Message, by="optimizer trainer"):
     """
 
     lid: Count
-    nbytes: Positive
 
 
 class PlanesRefused(Message, by="optimizer"):

@@ -164,7 +164,7 @@ def hello(pid: int) -> m.Hello:
     return m.Hello(pid=pid, inbox=f"inbox-{pid}")
 
 
-WELCOME = m.Welcome(run_name="run", coordinator_pid=1)
+WELCOME = m.Welcome(coordinator_pid=1)
 TRAINERS = m.Calibration(d2h_s=1e-10, h2d_s=1e-10, gpu_update_s=1e-9)
 OPTIMIZERS = m.Calibration(cpu_update_s=1e-9)
 SEGMENT = m.Segment(name="w", numel=1 << 20, dtype="bfloat16", grads_dtype="bfloat16", group=0)
@@ -1226,7 +1226,7 @@ def test_trainers_are_planned_each_by_itself(driver: Driver) -> None:
 def test_the_timeline_of_some_steps_has_all_ranks(driver: Driver) -> None:
     """It is written once all who draw it are done or gone, and then another one can be ordered."""
     driver.start(policy="fixed", k=0.5)
-    second(driver)
+    second(driver, k=0.5)
     order = m.Command(name="trace", value="4")
     for last in (m.Traced(), m.Goodbye()):
         told = [Send(trainer, m.TraceNext(steps=4)) for trainer in (TRAINER, OTHER)]

@@ -126,7 +126,7 @@ def test_what_is_no_frame(data: bytes, reason: str) -> None:
         ({"tag": "Hello", "fields": [0, "trainer-0", 0]}, "Hello: pid 0 is not in [1, "),
         ({"tag": "Hello", "fields": [1, "../trainer-0", 0]}, "Hello: '../trainer-0' is not an inbox name"),
         ({"tag": "PositionsLearned", "fields": [[0, 0]]}, "PositionsLearned: positions must be a permutation"),
-        ({"tag": "PlanesReady", "fields": [0, 0]}, "PlanesReady: nbytes 0 is not in [1, inf]"),
+        ({"tag": "SetThreads", "fields": [0]}, "SetThreads: threads 0 is not in [1, inf]"),
         (
             {"tag": "Plan", "fields": [0, 0, [["gpu", "disk"]], 0.5, "", "", None]},
             "Plan: places: unknown placements ['disk']",
@@ -146,7 +146,7 @@ def test_what_is_no_message(parts: dict[str, Any], reason: str) -> None:
 
 
 def layer_table(**changes: Any) -> list[Any]:
-    table = {"layers": [[0, 0, "a", segment()]], "inbox": "trainer-0-1f", "device": "cpu", "policy": "fixed"}
+    table = {"layers": [[0, 0, "a", segment()]], "inbox": "trainer-0-1f", "device": "cpu", "policy": "deadline"}
     table |= {"objective": "speed", "awaits_verdict": False, "speculate": False, "k": None, "backend": "auto"}
     table |= {"gpu_bytes": None, "host_bytes": None, "continues": False, "threads": None, "rank": 0, "world": 1}
     table |= {"visit": 0.0, "offload_weights": 0.0, "blocks": [], "window_bytes": 0, "ring_bytes": 0, "hold_bytes": 0}
@@ -178,6 +178,8 @@ def segment(numel: int = 1, **changed: Any) -> list[Any]:
         ({"layers": [[0, 0, "a", segment(master_dtype="bfloat16")]]}, "'bfloat16' masters of float32 weights"),
         ({"layers": [[0, 0, "a", segment(key=1 << 32)]]}, "has an impossible key"),
         ({"layers": [[0, 0, "a", segment(start=-1)]]}, "start -1 is not in"),
+        ({"policy": "lazy"}, "unknown policy 'lazy'"),
+        ({"policy": "fixed"}, 'policy "fixed" needs a k'),
         ({"objective": "fun"}, "unknown objective 'fun'"),
         ({"k": 2.0}, "k 2.0 is not in"),
         ({"visit": 1.5}, "visit 1.5 is not in"),

@@ -30,7 +30,7 @@ from typing import Final
 from hytrain.state.locks import said
 from protocol.address import Address
 from protocol.codec import decode, encode
-from protocol.handles import ArenaLayout, check_arena
+from protocol.handles import ArenaLayout
 from protocol.messages import PlanesReady, PlanesRefused
 
 _F_ADD_SEALS: Final = 1033
@@ -237,7 +237,7 @@ def arena_socket(socket_dir: str, rank: int) -> str:
 
 def send_arena(connection: socket.socket, arena: Arena, *, token: str, sender: Address) -> None:
     """Announce an arena and send its descriptor, in one datagram of a SEQPACKET socket."""
-    message = PlanesReady(lid=arena.layout.lid, nbytes=arena.layout.nbytes)
+    message = PlanesReady(lid=arena.layout.lid)
     socket.send_fds(connection, [encode(message, token=token, sender=sender, seq=0)], [arena.descriptor])
 
 
@@ -249,7 +249,7 @@ def refuse_arena(connection: socket.socket, lid: int, reason: str, *, token: str
 def receive_arena(connection: socket.socket, layouts: dict[int, ArenaLayout], *, token: str) -> Arena | PlanesRefused:
     """The next announced arena, checked against the layer table; or a refusal, also if no descriptor is free here.
 
-    Raises `WireError` or `HandleError` if it does not fit the table, `EOFError` if the other side has gone.
+    Raises `ValueError` if it does not fit the table, `EOFError` if the other side has gone.
     """
     frame, descriptors, flags, _ = socket.recv_fds(connection, MAX_ANNOUNCEMENT_BYTES, 1)
     try:
@@ -265,8 +265,8 @@ def receive_arena(connection: socket.socket, layouts: dict[int, ArenaLayout], *,
         if not isinstance(message, PlanesReady) or len(descriptors) != 1 or message.lid not in layouts:
             raise ValueError(f"expected one arena's descriptor, got {message} and {len(descriptors)} descriptors")
         expected = layouts[message.lid]
-        file_bytes = os.fstat(descriptors[0]).st_size
-        check_arena(expected, lid=message.lid, nbytes=message.nbytes, file_bytes=file_bytes)
+        if (nbytes := os.fstat(descriptors[0]).st_size) != expected.nbytes:
+            raise ValueError(f"arena of layer {message.lid}: {nbytes} bytes, {expected.nbytes} in the layer table")
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)

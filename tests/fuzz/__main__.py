@@ -28,7 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--frames", type=int, default=100_000, help="inputs for each target")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--target", help="codec, handshake, handles, arena or coordinator")
+    parser.add_argument("--target", help="codec, handshake, arena, coordinator or strangers")
     parser.add_argument("--case", type=int, help="only this case")
     parser.add_argument("--atheris", action="store_true", help="guided by coverage; what follows -- is libFuzzer's")
     own, rest = sys.argv[1:], list[str]()

@@ -24,7 +24,6 @@ from protocol.address import ROLES, Address
 from protocol.placement import PLACEMENTS, Places
 
 KINDS: Final[tuple[type[m.Message], ...]] = tuple(codec.MESSAGES.values())
-KEY: Final = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 EDGES: Final = (0, 1, 2, 3, 7, 127, 128, 255, 2**15, 2**31 - 1, 2**31, 2**32, 2**53, 2**63, 2**64 - 1)
 #: Values of every type that msgpack knows, and of none that a field has.
 ODD: Final = (None, True, False, -1, 0, 1, 2**64 - 1, -(2**63), 0.5, float("nan"), float("inf"), -0.0, "", "x" * 300)
@@ -73,11 +72,9 @@ class Maker:
             "lid": lambda: drawn.randrange(self.layers + 1),
             "plan_id": lambda: drawn.randrange(8),
             "inbox": lambda: drawn.choice(["trainer-0", "optimizer-0", "x-1f", self.inbox, self.inbox]),
-            "key": lambda: KEY,
-            "keys": lambda: (KEY,) * drawn.randrange(3),
             "host": lambda: drawn.choice(["127.0.0.1", "::1", "10.1.2.3"]),
             "objective": lambda: drawn.choice(m.OBJECTIVES),
-            "policy": lambda: drawn.choice(["deadline", "balance", "random", "fixed", "other"]),
+            "policy": lambda: drawn.choice(m.POLICIES),
             "backend": lambda: drawn.choice(["auto", "native", "torch", "other"]),
             "names": lambda: tuple(drawn.choices([*PLACEMENTS], k=self._length())),
             "banks": lambda: tuple(drawn.choices([0, 1], k=drawn.randrange(4))),
@@ -87,8 +84,6 @@ class Maker:
             "name": lambda: drawn.choice(["k", "threads", "policy", "objective", "other", ""]),
             "value": lambda: drawn.choice(["0.5", "auto", "1", "2", "random", "deadline", "speed", "-1", "nan", ""]),
             "threads": lambda: drawn.choice([None, 1, 2, drawn.choice(EDGES)]),
-            "port": lambda: drawn.randint(1, 65535),
-            "endpoint": lambda: drawn.choice(["tcp://127.0.0.1:1", "tcp://[::1]:1", "tcp://x", "ipc:///nowhere", ""]),
             "coordinator_pid": lambda: 2**22 + 1,
             "pid": lambda: drawn.choice([2**22 + 1, drawn.choice(EDGES)]),  # above the largest PID: nobody's
         }

@@ -2,7 +2,6 @@
 
     codec         bytes ─▶ decode ─▶ a message, which comes back as it was, or WireError
     handshake     messages in any order ─▶ who has joined and is ready, or HandshakeError
-    handles       layers and sizes ─▶ layouts within bounds, or HandleError
     arena         datagrams with descriptors ─▶ receive_arena: an arena or a refusal, or ValueError, EOFError, OSError
     coordinator   a worker that misbehaves ─▶ commands, or HandshakeError, OwnershipError, ValueError
     strangers     messages with the token ─▶ the same commands as without them
@@ -28,7 +27,7 @@ from protocol import handles
 from protocol import messages as m
 from protocol.address import Address
 from protocol.codec import MAX_FRAME_BYTES, WireError, decode, encode
-from protocol.handles import ArenaLayout, HandleError
+from protocol.handles import ArenaLayout
 from protocol.placement import Places
 from tests.fuzz.frames import EDGES, Maker
 from workers.coordinate.coordinator_state import CoordinatorState
@@ -122,25 +121,6 @@ def _of(maker: Maker, kind: type[Any]) -> Any:
     return maker.message(kind)
 
 
-def layouts(drawn: random.Random) -> int:
-    maker = Maker(drawn, token=TOKEN)
-    layer = drawn.choice(_of(maker, m.LayerTable).layers)
-    known = handles.layout(layer, drawn.choice([1, 2]))
-    assert 0 < known.shared_nbytes <= known.nbytes
-    end = 0
-    for plane in handles.planes_of(known.banks):
-        for handle in filter(None, known.handles[plane]):
-            assert handle.offset >= end, "planes overlap"
-            end = handle.offset + handle.nbytes
-    assert end <= known.nbytes
-    for _ in range(LENGTH):
-        announced, file_bytes = drawn.choice([known.nbytes, *EDGES]), drawn.choice([known.nbytes, *EDGES])
-        with suppress(HandleError):
-            handles.check_arena(known, lid=drawn.choice([known.lid, *EDGES]), nbytes=announced, file_bytes=file_bytes)
-            assert announced == file_bytes == known.nbytes
-    return LENGTH
-
-
 _KNOWN: Final[dict[int, ArenaLayout]] = {
     lid: handles.layout(
         m.Layer(
@@ -164,7 +144,7 @@ def arena(drawn: random.Random) -> int:
             before = len(os.listdir("/proc/self/fd"))
             lid = drawn.randrange(LAYERS + 1)
             nbytes = _KNOWN[lid].nbytes if lid in _KNOWN and drawn.random() < 0.8 else drawn.choice(EDGES) or 1
-            right = encode(m.PlanesReady(lid=lid, nbytes=nbytes), token=TOKEN, sender=OPTIMIZER, seq=0)
+            right = encode(m.PlanesReady(lid=lid), token=TOKEN, sender=OPTIMIZER, seq=0)
             frame = right if drawn.random() < 0.5 else maker.frame()[:4096]
             files = [os.memfd_create("fuzz") for _ in range(drawn.choice([0, 1, 1, 1, 2, 5]))]
             for file in files:
@@ -323,7 +303,6 @@ class Honest:
 TARGETS: Final[dict[str, Callable[[random.Random], int]]] = {
     "codec": codec,
     "handshake": handshake,
-    "handles": layouts,
     "arena": arena,
     "coordinator": coordinator,
     "strangers": strangers,

@@ -180,7 +180,7 @@ class CoordinatorState:
             self.fleet.seat(sender.rank).waiting = hello
             return [Note(f"another {sender} waits until the current one has left")]
         self.members.join(sender, hello)
-        return [Send(sender, m.Welcome(run_name=self._run_name, coordinator_pid=self._pid))]
+        return [Send(sender, m.Welcome(coordinator_pid=self._pid))]
 
     def _on_goodbye(self, sender: Address) -> list[Command]:
         note, seat = Note(f"{sender} says goodbye"), self.fleet.seat(sender.rank)
