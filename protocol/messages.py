@@ -587,7 +587,7 @@ class OptimizerReport(Message, by="optimizer"):
     """Optimizer to coordinator, once all updates that it was sent in a step are done. `threads` made them."""
 
     step: int
-    threads: int
+    threads: Positive
     busy_s: float
     updates: tuple[CpuUpdate, ...]
 

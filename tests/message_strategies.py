@@ -43,7 +43,7 @@ RANGES: dict[tuple[type, str], st.SearchStrategy[Any]] = {
     (m.LayerTable, "objective"): st.sampled_from(m.OBJECTIVES),
     **{(m.Calibration, name): SECONDS_EACH for name in ("d2h_s", "h2d_s", "cpu_update_s", "gpu_update_s")},
     (m.StepBegin, "float_mode"): st.integers(0, m.FLOAT_MODES - 1),
-    (m.SetThreads, "threads"): st.integers(1, 2**31),
+    **{(cls, "threads"): st.integers(1, 2**31) for cls in (m.SetThreads, m.OptimizerReport)},
     **{(cls, "steps"): st.integers(0, m.MAX_TRACED_STEPS) for cls in (m.TraceNext, m.TraceSteps)},
     (m.PositionsLearned, "positions"): st.integers(0, 6).flatmap(lambda n: st.permutations(range(n)).map(tuple)),
     (m.GradReady, "counts"): st.lists(COUNTS, min_size=1, max_size=4).map(tuple).filter(any),

@@ -472,9 +472,6 @@ def test_k_is_rounded_up_to_whole_layers_of_the_lowest_ranks() -> None:
     assert prefix_for(0.3, ten) == prefix_for(0.1 + 0.2, ten) == lids(0, 1, 2)
     assert prefix_for(0.31, ten) == lids(0, 1, 2, 3)
     assert prefix_for(0.01, Profile(layers=(layer(0, numel=900), layer(1)))) == lids(0)
-    for k in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="k must be"):
-            prefix_for(k, ten)
 
 
 def test_policies_without_limits() -> None:

@@ -108,8 +108,6 @@ def test_other_policies_say_that_they_do_not_heed_the_objective(policy: str) -> 
     memory, speed = (choose(objective, profile, Limits(), policy=policy) for objective in ("host-memory", "speed"))
     assert memory.gpu_lids == speed.gpu_lids and "objective" not in speed.reason
     assert 'only policy "deadline" heeds objective "host-memory"' in memory.reason
-    with pytest.raises(ValueError, match="unknown objective 'fun', choose one of speed, gpu-memory, host-memory"):
-        choose("fun", profile, Limits(), policy=policy)
 
 
 @pytest.mark.parametrize("gpu_state_bytes", [None, 10**12])
@@ -138,5 +136,3 @@ def test_a_given_k_is_the_first_plan() -> None:
     assert first_lids(ten, Limits(), 0.3) == frozenset({9, 8, 7})
     assert first_lids(ten, Limits(gpu_state_bytes=2 * 10**9), 0.3) == frozenset({9, 8})
     assert len(first_lids(ten, Limits(), 1.0)) == 10
-    with pytest.raises(ValueError, match="k must be"):
-        first_lids(ten, Limits(), 1.5)

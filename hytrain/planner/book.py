@@ -209,21 +209,16 @@ class MeasurementBook:
         self._facts = {layer.lid: asdict(layer) for layer in self._layers}
 
     def calibrate(self, **rates_s: float | None) -> None:
-        """Replace assumed `Rates` by measured ones. None changes nothing. ValueError unless finite and above 0."""
+        """Replace assumed `Rates` by measured ones. None changes nothing."""
         measured = {role: rate_s for role, rate_s in rates_s.items() if rate_s is not None}
-        for role, rate_s in measured.items():
-            if not 0 < rate_s < inf:
-                raise ValueError(f"a rate must be finite and above 0, got {role}={rate_s!r}")
         self._rates = replace(self._rates, **measured)
 
     def cpu_changed(self, ratio: float) -> None:
-        """The CPU works with `ratio` times as many threads from now on. ValueError unless finite and above 0.
+        """The CPU works with `ratio` times as many threads from now on.
 
         Its update times are scaled by the usual effect (`THREADS_EXPONENT`), also those of GPU-owned layers, and the
         next samples replace them.
         """
-        if not 0 < ratio < inf:
-            raise ValueError(f"the ratio of threads must be finite and above 0, got {ratio!r}")
         factor = ratio**-THREADS_EXPONENT
         self._updates.clear()
         self._for_cpu.forget_plans()

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from math import ceil
 from typing import Final, NamedTuple, TypeVar
 
@@ -75,7 +74,7 @@ class LayerProfile(LayerFacts):
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """All trainable layers, in forward order. Sums are over all of them, whoever owns them, and are found once.
+    """All trainable layers, at least one, in forward order. Sums are over all of them, whoever owns them, found once.
 
     `other_s` is the time between the end of backward and the first layer's forward: the loop's own work, during which
     the CPU updates. `middle_s` is the time in which there is nothing to update: between the first forward and the last
@@ -119,15 +118,8 @@ class Profile:
     order: Order = field(default_factory=lambda: Order(()), repr=False, compare=False)  # made for these layers
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ValueError("a profile needs at least one layer")
         if self.order.layers is not self.layers:  # `replace` hands on that of the same layers
             object.__setattr__(self, "order", Order(self.layers))
-        positions = [layer.position for layer in self.layers]
-        if any(a >= b for a, b in pairwise(positions)):
-            raise ValueError(f"layers must come by ascending position, got {positions}")
-        if len(self.lids) != len(self.layers):
-            raise ValueError("two layers have the same lid")
 
     @property
     def lids(self) -> frozenset[int]:
@@ -137,11 +129,6 @@ class Profile:
     def waits(self) -> bool:
         """Whether updates wait for the end of backward."""
         return self.awaits_verdict or self.in_step
-
-    def require(self, lids: frozenset[int]) -> None:
-        """ValueError if one of these layers is not in the profile."""
-        if unknown := lids - self.lids:
-            raise ValueError(f"layers {sorted(unknown)} are not in the profile")
 
     @cached_property
     def numel(self) -> int:

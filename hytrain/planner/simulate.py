@@ -69,11 +69,7 @@ class Timeline:
 
 
 def simulate(profile: Profile, gpu_lids: frozenset[int], *, tile_numel: int = TILE_NUMEL) -> Timeline:
-    """The steady state if the GPU owns these layers. The CPU updates the others that do not visit the GPU.
-
-    Raises ValueError for unknown layers.
-    """
-    profile.require(gpu_lids)
+    """The steady state if the GPU owns these layers. The CPU updates the others that do not visit the GPU."""
     places = profile.places(gpu_lids)
     crowding = profile.crowding(places)
     steady = partial(_steady, places=places, tile_numel=tile_numel)
@@ -180,6 +176,7 @@ class _Window:
         largest = max(layer.weights_bytes for layer in profile.layers)
         self._slots = max(1, (profile.window_bytes + self.for_visits_bytes) // largest) if largest else 1
         self._events, self._left_s, self._free_s = events, list[float](), 0.0
+        self.leave = self._left_s.append  # at a time, to make room for another layer
         weights_bytes = profile.weights_bytes
         self._activations_s = profile.activations_s / weights_bytes if weights_bytes else 0.0  # per byte of weights
         self.waited_s = 0.0
@@ -205,9 +202,6 @@ class _Window:
         self.waited_s += max(0.0, self._free_s - now)
         return max(now, self._free_s)
 
-    def leave(self, now: float) -> None:
-        self._left_s.append(now)
-
 
 def _backward(
     profile: Profile,
@@ -225,10 +219,19 @@ def _backward(
     now = 0.0
     leaving: list[tuple[LayerProfile, float, float]] = []
     held: list[LayerProfile] = []
-
-    later = frozenset[int]()
-    if not profile.waits:
-        later = _later(profile, places, longer, visits)
+    later = frozenset[int]()  # visits that are put off until backward is over
+    if places.visiting and not profile.waits:
+        later = put_off(
+            [
+                Turn(
+                    layer.lid,
+                    longer * layer.forward_s,
+                    longer * layer.backward_s + (layer.gpu_update_s if layer.lid in places.gpu else 0.0),
+                    visits.longer * layer.visit_s if layer.lid in places.visiting else 0.0,
+                )
+                for layer in profile.layers
+            ]
+        )
 
     def update(layer: LayerProfile) -> None:
         nonlocal now
@@ -264,28 +267,6 @@ def _backward(
         else:
             update(layer)
     return _link("d2h", leaving, events), over_s, now
-
-
-def _later(
-    profile: Profile,
-    places: Places,
-    longer: float,
-    visits: _Visits,
-) -> frozenset[int]:
-    """The visits that are put off until backward is over."""
-    if not places.visiting:
-        return frozenset()
-    return put_off(
-        [
-            Turn(
-                layer.lid,
-                longer * layer.forward_s,
-                longer * layer.backward_s + (layer.gpu_update_s if layer.lid in places.gpu else 0.0),
-                visits.longer * layer.visit_s if layer.lid in places.visiting else 0.0,
-            )
-            for layer in profile.layers
-        ]
-    )
 
 
 class _Visits:

@@ -97,12 +97,12 @@ class Planning:
         self.measured.rejoin(message.step)
         self.mode.is_told = False
         self.on_calibration(self._trainer, message.calibration)
-        self._limit_memory()
+        self.room.limit_host(self.wishes.limits.get("host_memory_limit"))
         return self._change_threads(self.wishes.threads) if self.wishes.threads else []
 
     def begin(self) -> list[Command]:
         """Forward the table to the optimizer, which needs it before the first plan."""
-        self._limit_memory()
+        self.room.limit_host(self.wishes.limits.get("host_memory_limit"))
         return [Send(self._optimizer, replace(self.table, threads=self.wishes.threads))]
 
     def on_calibration(self, sender: Address, calibration: m.Calibration) -> list[Command]:
@@ -344,15 +344,11 @@ class Planning:
         self._planned_at = self._rest = None
         self._steady.changed()
         commands = self._change_threads(self.wishes.threads) if name == "threads" and self.wishes.threads else []
-        commands += self._limit_memory(name) if name in self.wishes.limits else []
+        if name == "gpu_memory_limit":
+            commands += [Send(self._trainer, m.SetGpuMemory(nbytes=self.wishes.limits[name]))]
+        elif name == "host_memory_limit":
+            self.room.limit_host(self.wishes.limits[name])
         return m.CommandReply(ok=True, text=f"{name}={value} from the next plan on"), commands
-
-    def _limit_memory(self, commanded: str = "") -> list[Command]:
-        """Of the GPU's, the trainer has what was commanded before."""
-        self.room.limit_host(self.wishes.limits.get("host_memory_limit"))
-        if commanded != "gpu_memory_limit":
-            return []
-        return [Send(self._trainer, m.SetGpuMemory(nbytes=self.wishes.limits[commanded]))]
 
     def _change_threads(self, threads: int) -> list[Command]:
         if self.measured.change_threads(threads, self._step):

@@ -148,8 +148,8 @@ class Room:
 
     def limit_host(self, nbytes: int | None) -> None:
         """From now on, planes and activations take at most so much; None changes nothing."""
-        self._host_limit = nbytes if nbytes is not None else self._host_limit
         if nbytes is not None:
+            self._host_limit = nbytes
             self.limits = replace(self.limits, host_bytes=max(0, nbytes - self._activation_bytes))
 
     def _heed_gpu(self, report: m.TrainerReport, usable_bytes: int, needed_bytes: int, *, is_moving: bool) -> None:
