@@ -17,14 +17,15 @@ from test_report import record
 
 from protocol import messages as m
 from workers.watch import monitor
-from workers.watch.alerts import CALM, STALLED, STEPS, Alert, Alerts
+from workers.watch.alerts import CALM, STALLED, STEPS, Alerts
+from workers.watch.troubles import Trouble
 
 
 def at(step: int, share: float = 0.0, **more: Any) -> m.Status:
     return status(record=json.dumps(record(step, step_s=1.0, stall_s=share, **{"policy": "deadline"} | more)))
 
 
-def told(*statuses: m.Status) -> list[Alert]:
+def told(*statuses: m.Status) -> list[Trouble]:
     alerts = Alerts()
     return [alert for one in statuses for alert in alerts.look(look(one))]
 
@@ -37,11 +38,11 @@ def test_long_waits_are_told_once() -> None:
     high, low = STALLED + 0.05, CALM - 0.05
     assert told(*steps(STEPS - 1, high)) == [], "too few steps to tell"
     [alert] = told(*steps(3 * STEPS, high))
-    assert alert.kind == "stall" and alert.text.startswith(f"35% of the {STEPS} steps up to step {STEPS} were spent")
+    assert alert.about == "stall" and alert.text.startswith(f"35% of the {STEPS} steps up to step {STEPS} were spent")
     between = told(*steps(STEPS, high), *steps(STEPS, 0.22, 100), *steps(STEPS, high, 200))
     assert len(between) == 1, "it was never well in between"
     again = told(*steps(STEPS, high), *steps(STEPS, low, 100), *steps(STEPS, high, 200))
-    assert [alert.kind for alert in again] == ["stall"] * 2
+    assert [alert.about for alert in again] == ["stall"] * 2
     assert told(*steps(STEPS, 0.0), at(99, 0.99), *steps(STEPS, 0.0, 100)) == [], "one slow step"
     assert told(*[at(1, 0.9)] * STEPS) == [], "the same record again and again"
 
@@ -63,9 +64,9 @@ def test_a_process_that_does_not_answer_and_a_divergence_are_told_at_once() -> N
     first, *others = at(1).processes
     silent = replace(at(1), processes=(replace(first, silent_s=4.0), *others))
     [alert, *more] = told(silent, silent, at(2), silent)
-    assert alert == Alert("stall", f"{first.address} (process {first.pid}) has not answered for 4 s") == more[0]
+    assert alert == Trouble("stall", f"{first.address} (process {first.pid}) has not answered for 4 s") == more[0]
     assert told(at(1), at(2, diverged_at=2.0), at(3, diverged_at=2.0)) == [
-        Alert("divergence", "training has diverged at step 2")
+        Trouble("divergence", "training has diverged at step 2")
     ]
     silent_record = json.loads(at(2).record)
     del silent_record["loss"]

@@ -15,12 +15,13 @@ from hytrain.run import trace
 from hytrain.step.measure import TRACKS
 from workers.watch import gantt, timeline
 from workers.watch.bill import PARTS, bill
-from workers.watch.gantt import KINDS, MOST_STEPS, ROWS, figure
+from workers.watch.gantt import MOST_STEPS, ROWS, figure
 from workers.watch.report import page
 from workers.watch.story import read
-from workers.watch.timeline import of_run
+from workers.watch.timeline import KINDS, of_run
 
 NOW = datetime(2026, 11, 25, 12, 0, tzinfo=UTC)
+DRAWN = {name: kind for name, kind in KINDS.items() if kind.row}
 CSS = (Path(gantt.__file__).with_name("pages") / "page.css").read_text()
 NASTY = "</title></svg><script>alert(1)</script>"
 
@@ -32,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     drawn = Drawn(folder)
     drawn.steps(MOST_STEPS + 2)
     for step in range(MOST_STEPS + 2):
-        for index, kind in enumerate(kind for _, kinds in ROWS[:1] for kind in kinds):
+        for index, kind in enumerate(name for name, kind in KINDS.items() if kind.row == ROWS[0]):
             drawn.span("compute", kind, step, 12.0 * index, 12.0 * index + 10, lid=index)
         for track, kind in (("D2H", "D2H"), ("CPU update", "CPU update"), ("H2D", "H2D"), ("visits", "visit")):
             drawn.span(track, kind, step, 50, 60, lid=1)
@@ -58,11 +59,10 @@ def test_each_kind_of_work_is_drawn_in_the_row_of_its_place(folder: Path) -> Non
         "visits",
     ]
     rects = re.findall(r'<rect class="g-([a-z]+)" x="([\d.]+)" y="(\d+)" width="([\d.]+)".*?<title>(.*?)</title>', text)
-    for kind, (style, _) in KINDS.items():
-        if kind != "all-gather":
-            assert sum(title.startswith(f"{kind} layer-") and of == style for of, *_, title in rects) == MOST_STEPS, (
-                kind
-            )
+    for name, kind in DRAWN.items():
+        if name != "all-gather":
+            drawn = [title for style, *_, title in rects if style == kind.style and title.startswith(f"{name} layer-")]
+            assert len(drawn) == MOST_STEPS, name
     assert all(float(width) == pytest.approx(42, abs=0.1) for *_, width, _ in rects), "10 of 100 ms, and no speck"
     rows_of = {style: int(y) for style, _, y, _, _ in rects}
     assert (
@@ -78,8 +78,9 @@ def test_the_picture_has_names_and_needs_no_colours(folder: Path) -> None:
     [told] = re.findall(r'<svg role="img"[^>]* aria-label="([^"]*)"', text)
     assert "computing 40.0% of a step" in told and "the loop between steps 10.0%" in told
     legend = re.findall(r'<rect class="g-(\w+)" width="22" height="14"/></svg>([^<]*)</li>', text)
-    assert dict(legend) == {style: name for kind, (style, name) in KINDS.items() if kind != "all-gather"}
-    fills = {style: re.findall(rf"\.g-{style}\b[^}}]*{{ fill: ([^;]+);", CSS) for style, _ in KINDS.values()}
+    assert dict(legend) == {kind.style: kind.label for name, kind in DRAWN.items() if name != "all-gather"}
+    styles = {kind.style for kind in DRAWN.values()}
+    fills = {style: re.findall(rf"\.g-{style}\b[^}}]*{{ fill: ([^;]+);", CSS) for style in styles}
     assert all(len(fill) == 1 for fill in fills.values()), "each has a style"
     told_apart = [fills[style][0] for style in ("stall", "ranks", "gpu", "outside", "forward", "backward")]
     assert [fill.startswith(("url(#p-", "none")) for fill in told_apart] == [True] * 4 + [False] * 2
@@ -88,8 +89,7 @@ def test_the_picture_has_names_and_needs_no_colours(folder: Path) -> None:
 
 def test_everything_that_processes_draw_is_in_the_picture_or_left_out_on_purpose() -> None:
     kinds = {kind for _, kind in TRACKS.values()} | {"CPU update", "waiting"}
-    assert kinds - KINDS.keys() == {"after backward", "step()", "waiting"} and KINDS.keys() <= kinds
-    assert KINDS.keys() == {kind for _, kinds in ROWS for kind in kinds}
+    assert kinds - DRAWN.keys() == {"after backward", "step()", "waiting"} and KINDS.keys() <= kinds
 
 
 def test_the_table_beside_it_tells_causes_and_what_helps(folder: Path) -> None:

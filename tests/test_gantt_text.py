@@ -15,8 +15,9 @@ from test_bill import Drawn
 
 from hytrain.run import trace
 from workers.watch import timeline
-from workers.watch.gantt import KINDS, ROWS
-from workers.watch.gantt_text import MARKS, Drawing
+from workers.watch.gantt import ROWS
+from workers.watch.gantt_text import Drawing
+from workers.watch.timeline import KINDS
 
 #: The trainer's row begins there, with one rank.
 MARGIN = len("gradients out") + 2
@@ -114,5 +115,7 @@ def test_ranks_have_rows_of_their_own_and_a_cause_is_told_of_the_rank_where_it_c
 
 def test_kinds_of_a_row_are_told_apart_without_colours() -> None:
     """The others are alone in their rows."""
-    assert MARKS.keys() == set(ROWS[0][1]) and len(set(MARKS.values())) == len(MARKS)
-    assert [kinds for _, kinds in ROWS[1:] if len(kinds) > 1] == [] and MARKS.keys() <= KINDS.keys()
+    marks = [kind.mark for kind in KINDS.values() if kind.row == ROWS[0]]
+    others = [kind for kind in KINDS.values() if kind.row in ROWS[1:]]
+    assert all(marks) and len(set(marks)) == len(marks)
+    assert len({kind.row for kind in others}) == len(others) and not any(kind.mark for kind in others)

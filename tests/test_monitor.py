@@ -409,7 +409,7 @@ def test_the_slowest_rank_is_the_one_that_waits_for_nobody() -> None:
     """All leave an all-gather together. A step takes 2 s; waits below a hundredth of that mean nothing."""
     several = status(ranks=(rank(0, 0.7), rank(1, 0.1), rank(2, 0.5)))
     assert view.waits_s(several) == pytest.approx((0.6, 0.0, 0.4))
-    assert view.slowest(several) == view.Slowest(1, pytest.approx(0.4))
+    assert view.slowest(several) == (1, pytest.approx(0.4))
     assert view.line(several).endswith("optimizer busy 200.0 ms  rank 1 is the slowest: the others wait 400.0 ms")
     shown = json.loads(view.record_json(several))
     assert shown["slowest"] == {"rank": 1, "wait_s": pytest.approx(0.4)} and shown["step"] == 7

@@ -1,6 +1,6 @@
 """When a followed run needs somebody: `hytrain-monitor --follow --on-stall CMD --on-divergence CMD`.
 
-    snapshots ─▶ Alerts.look ─▶ Alert: its kind, and what has happened in words ─▶ run: CMD, while the monitor goes on
+    snapshots ─▶ Alerts.look ─▶ Trouble about a "stall" or a "divergence" ─▶ run: CMD, while the monitor goes on
 
 An alert comes once, and again only after things were well in between. It reads no clock, file or socket.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from workers.watch.troubles import Snapshot
+from workers.watch.troubles import Snapshot, Trouble
 
 #: Waits of the last so many steps are looked at together: a single slow step is no alert.
 STEPS: Final = 16
@@ -24,14 +24,6 @@ CALM: Final = 0.15
 BUSY: Final = 0.85
 
 
-@dataclass(frozen=True, slots=True)
-class Alert:
-    """`kind`: "stall" or "divergence"."""
-
-    kind: str
-    text: str
-
-
 @dataclass(slots=True)
 class Alerts:
     """What was told by now."""
@@ -39,14 +31,14 @@ class Alerts:
     _records: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=STEPS))
     _told: set[str] = field(default_factory=set)
 
-    def look(self, snapshot: Snapshot) -> Iterator[Alert]:
+    def look(self, snapshot: Snapshot) -> Iterator[Trouble]:
         """The alerts of a new status."""
         troubles = {trouble.about: trouble for trouble in snapshot.troubles}
         for process, _ in snapshot.processes:
             trouble = troubles.get(str(process.address))
             if self._is_new(str(process.address), begins=trouble is not None, ends=trouble is None):
                 assert trouble is not None, "it begins with one"
-                yield Alert("stall", trouble.text)
+                yield Trouble("stall", trouble.text)
         record = json.loads(snapshot.status.record)
         if not record or (self._records and record == self._records[-1]):
             return
@@ -55,12 +47,12 @@ class Alerts:
         is_well = divergence is None and "loss" in record  # other records say nothing of it
         if self._is_new("divergence", begins=divergence is not None, ends=is_well):
             assert divergence is not None, "it begins with one"
-            yield Alert("divergence", divergence.text)
+            yield divergence
         share = sum(one["stall_s"] for one in self._records) / max(sum(one["step_s"] for one in self._records), 1e-9)
         is_full = len(self._records) == STEPS
         if self._is_new("waiting", begins=is_full and share >= STALLED, ends=share <= CALM):
             steps = f"of the {STEPS} steps up to step {record['step']}"
-            yield Alert("stall", f"{share:.0%} {steps} were spent waiting for weights or memory; {_cause(record)}")
+            yield Trouble("stall", f"{share:.0%} {steps} were spent waiting for weights or memory; {_cause(record)}")
 
     def _is_new(self, what: str, *, begins: bool, ends: bool) -> bool:
         if ends:

@@ -23,14 +23,13 @@ from hytrain.errors import ConfigError
 from hytrain.readable import seconds
 from hytrain.run.trace import FILE
 from workers import run_folder
-from workers.watch.timeline import Interval, Span, Timeline, divide, of_ranks, read, union
+from workers.watch.timeline import KINDS, Interval, Kind, Span, Timeline, divide, of_ranks, read, union
 
 #: A cheaper row is not worth a change, or a line.
 WORTH: Final = 0.01
 SEEN: Final = 0.001
 #: So many layers are named that waited longest.
 MOST_LAYERS: Final = 3
-WORK: Final = ("forward", "backward", "update", "micro-batches")
 HEADS: Final = ("of a step", "busy", "bound")
 
 
@@ -79,13 +78,6 @@ PARTS: Final = {
         "layers that change places make it longer: if plans follow each other, set k (--set-k).",
     ),
     "rest": Part("not measured"),
-}
-#: What spans of a trainer's track mean that are neither work nor stalls.
-OF_KIND: Final = {
-    "waits for all-gather": "ranks",
-    "between steps": "loop",
-    "after backward": "after",
-    "step()": "boundary",
 }
 #: What the trainer is busy with itself: nothing else can go on at the same time on its track.
 OWN: Final = ("computing", "launches", "loop", "after", "boundary")
@@ -204,7 +196,8 @@ def bill(timeline: Timeline) -> Bill:
         fastest_ms = min(by_step[key].get(step, 0.0) for step in timeline.steps)
         rows[key] = replace(rows[key], busy_ms=ms.get(key, 0.0), bound_ms=fastest_ms)
     for key, least_ms in _least_ms(timeline).items():
-        busy_ms = _busy_ms(timeline, BESIDE[key])
+        spans = [span.interval for span in timeline.of_kind(*BESIDE[key]) if span.step in timeline.steps]
+        busy_ms = sum(end - start for start, end in union(spans)) / count  # also where they go on in the next step
         rows[key] = replace(rows[key], busy_ms=busy_ms, bound_ms=min(busy_ms, least_ms) if least_ms else None)
     rows["host"] = replace(rows["host"], ms=None, at_most=True)
     return Bill(timeline.first, count, step_ms, tuple(rows.values()))
@@ -221,19 +214,13 @@ def _pieces(timeline: Timeline) -> Iterator[tuple[str, Span, str, float]]:
     for span in timeline.spans:
         if span.step not in timeline.steps:
             continue
-        ms = span.ended_ms - span.began_ms
-        if span.kind in WORK:
+        part, ms = KINDS.get(span.kind, Kind()).part, span.ended_ms - span.began_ms
+        if part == "computing":
             yield "launches" if span.is_dry else "computing", span, span.kind, ms
-        elif span.kind in OF_KIND:
-            yield OF_KIND[span.kind], span, span.layer, ms
+        elif part:
+            yield part, span, span.layer, ms
     for span, key, parts in _stalls(timeline):
         yield key, span, span.layer, sum(end - start for start, end in parts)
-
-
-def _busy_ms(timeline: Timeline, kinds: Sequence[str]) -> float:
-    """How long any span of these kinds goes on, per step. What belongs to a step may go on in the next one."""
-    spans = [span.interval for span in timeline.of_kind(*kinds) if span.step in timeline.steps]
-    return sum(end - start for start, end in union(spans)) / len(timeline.steps)
 
 
 def _least_ms(timeline: Timeline) -> dict[str, float]:

@@ -16,32 +16,10 @@ from typing import Final
 
 from hytrain.readable import seconds
 from workers.watch.bill import bill
-from workers.watch.timeline import Span, Timeline
+from workers.watch.timeline import KINDS, Span, Timeline
 
-#: Of each rank from top to bottom: a row's name and its kinds, those that few steps have last.
-ROWS: Final = (
-    ("trainer", ("forward", "backward", "update", "stall", "waits for all-gather", "between steps", "micro-batches")),
-    ("gradients out", ("D2H",)),
-    ("CPU update", ("CPU update",)),
-    ("weights back", ("H2D",)),
-    ("visits", ("visit",)),
-    ("all-gathers", ("all-gather",)),
-)
-#: Kinds, with their style in page.css and what the legend calls them.
-KINDS: Final = {
-    "forward": ("forward", "forward"),
-    "backward": ("backward", "backward"),
-    "micro-batches": ("batches", "earlier micro-batches"),
-    "update": ("gpu", "update on the GPU"),
-    "stall": ("stall", "waits for weights or memory"),
-    "waits for all-gather": ("ranks", "waits for other ranks"),
-    "between steps": ("outside", "the loop between steps"),
-    "D2H": ("copy", "copies"),
-    "H2D": ("copy", "copies"),
-    "CPU update": ("cpu", "update on the CPU"),
-    "visit": ("visit", "state visits the GPU"),
-    "all-gather": ("gather", "all-gather"),
-}
+#: Of each rank, from top to bottom.
+ROWS: Final = tuple(dict.fromkeys(kind.row for kind in KINDS.values() if kind.row))
 MOST_STEPS: Final = 4
 MOST_RANKS: Final = 8
 #: Sizes in pixels.
@@ -106,23 +84,23 @@ def _rows(
 ) -> Iterator[tuple[str, list[Span]]]:
     """The rows of a rank that have anything in the window; the device's row always."""
     finest_ms = (window[1] - window[0]) * FINEST
-    for label, kinds in ROWS:
+    for label in ROWS:
         spans = [
             span
-            for span in timeline.of_kind(*kinds)
+            for span in timeline.of_kind(*(name for name, kind in KINDS.items() if kind.row == label))
             if span.began_ms < window[1] and span.ended_ms > window[0] and span.ended_ms - span.began_ms >= finest_ms
         ]
-        if spans or label == ROWS[0][0]:
+        if spans or label == ROWS[0]:
             yield f"rank {rank}: {label}" if is_one_of_several else label, spans
 
 
 def _legend(kinds: Iterable[str]) -> str:
     """Each style that is drawn, once, with its name."""
-    known = dict(KINDS[kind] for kind in KINDS if kind in kinds)
+    known = {kind.style: kind.label for name, kind in KINDS.items() if name in kinds}
     items = (
         f'<li><svg width="22" height="14" aria-hidden="true"><rect class="g-{style}" width="22" height="14"/></svg>'
-        f"{escape(name)}</li>"
-        for style, name in known.items()
+        f"{escape(label)}</li>"
+        for style, label in known.items()
     )
     return f'<ul class="legend" aria-label="Colours and patterns">{"".join(items)}</ul>'
 
@@ -155,7 +133,7 @@ def _svg(found: Lanes, told: str) -> str:
             began, ended, took = x(span.began_ms), x(span.ended_ms), seconds((span.ended_ms - span.began_ms) / 1e3)
             what = f"{span.name or span.kind}: {took}, step {span.step + first.offset}"
             parts.append(
-                f'<rect class="g-{KINDS[span.kind][0]}" x="{began}" y="{y + (ROW - BAR) // 2}" '
+                f'<rect class="g-{KINDS[span.kind].style}" x="{began}" y="{y + (ROW - BAR) // 2}" '
                 f'width="{max(round(ended - began, 2), 0.4)}" height="{BAR}"><title>{escape(what)}</title></rect>'
             )
     for step in steps:

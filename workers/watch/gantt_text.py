@@ -18,29 +18,10 @@ from rich.text import Text
 
 from workers.watch import timeline
 from workers.watch.bill import Row, bill
-from workers.watch.gantt import KINDS, ROWS, Lanes, lanes
+from workers.watch.gantt import ROWS, Lanes, lanes
 from workers.watch.status_text import BARS
-from workers.watch.timeline import Span, Timeline, union
+from workers.watch.timeline import KINDS, Kind, Span, Timeline, union
 
-#: The characters of a trainer's kinds, and the styles of all.
-MARKS: Final = {
-    "forward": "▒",
-    "backward": "█",
-    "micro-batches": "▓",
-    "update": "u",
-    "stall": "x",
-    "waits for all-gather": "=",
-    "between steps": ".",
-}
-STYLES: Final = {
-    "forward": "blue",
-    "backward": "green",
-    "update": "magenta",
-    "stall": "red",
-    "waits for all-gather": "yellow",
-    "CPU update": "yellow",
-    "visit": "magenta",
-}
 #: So many characters, at least, are for a step, if more than the fewest steps are shown.
 STEP_COLUMNS: Final = 45
 FEWEST_STEPS: Final = 2
@@ -57,7 +38,7 @@ class Drawing:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         yield self._words()
-        margin = max(len(label) for label, _ in ROWS) + (len("rank 0: ") if len(self._timelines) > 1 else 0) + 2
+        margin = max(map(len, ROWS)) + (len("rank 0: ") if len(self._timelines) > 1 else 0) + 2
         columns = max(options.max_width - margin, 1)
         found = lanes(self._timelines, max(columns // STEP_COLUMNS, FEWEST_STEPS))
         yield Text(" " * margin + _head(found, columns), no_wrap=True)
@@ -103,11 +84,11 @@ def _head(found: Lanes, columns: int) -> str:
 def _row(spans: Sequence[Span], window: tuple[float, float], columns: int) -> Text:
     """A character for each part of the window."""
     taken = _taken(spans, window, columns)
-    if taken.keys() <= MARKS.keys():
+    if all(KINDS[kind].mark for kind in taken):
         return _marks(taken, columns)
     [(kind, shares)] = taken.items()
     bars = (BARS[min(int(share * len(BARS)), len(BARS) - 1)] if share > 0 else " " for share in shares)
-    return Text("".join(bars), STYLES.get(kind, ""))
+    return Text("".join(bars), KINDS[kind].colour)
 
 
 def _taken(spans: Sequence[Span], window: tuple[float, float], columns: int) -> dict[str, list[float]]:
@@ -136,12 +117,13 @@ def _marks(taken: Mapping[str, Sequence[float]], columns: int) -> Text:
         owed = {kind: owed.get(kind, 0.0) + share for kind, share in here.items()}
         most = max(owed, key=lambda kind: owed[kind])
         owed[most] -= 1.0
-        row.append(MARKS.get(most, " "), STYLES.get(most, ""))
+        drawn = KINDS.get(most, Kind(mark=" "))
+        row.append(drawn.mark, drawn.colour)
     return row
 
 
 def _legend(kinds: set[str]) -> Text:
-    parts = [f"{mark} {KINDS[kind][1]}" for kind, mark in MARKS.items() if kind in kinds]
-    if kinds - MARKS.keys():
+    parts = [f"{kind.mark} {kind.label}" for name, kind in KINDS.items() if kind.mark and name in kinds]
+    if not all(KINDS[name].mark for name in kinds):
         parts.append(f"{BARS[0]}{BARS[3]}{BARS[-1]} share of the time that a part is busy")
     return Text("   ".join(parts))

@@ -317,8 +317,8 @@ def _follow(
     for status, record in followed(statuses):
         snapshot = look(status)
         for alert in alerts.look(snapshot):
-            if (command := commands[alert.kind]) is not None:
-                about = {"HYTRAIN_ALERT": alert.kind, "HYTRAIN_TEXT": alert.text, "HYTRAIN_RUN": status.run_dir}
+            if (command := commands[alert.about]) is not None:
+                about = {"HYTRAIN_ALERT": alert.about, "HYTRAIN_TEXT": alert.text, "HYTRAIN_RUN": status.run_dir}
                 began = subprocess.Popen(
                     command, shell=True, env={**os.environ, **about}, stdin=subprocess.DEVNULL, stdout=2
                 )

@@ -139,18 +139,14 @@ class _Times:
         times = asked["cpu_times"]
         self.cpu_s, self.childrens_s = times.user + times.system, times.children_user + times.children_system
         self.parent, self.core, self.began_s = asked["ppid"], asked["cpu_num"], asked["create_time"]
-        self.name = printable(str(asked["name"]))
+        #: Others chose it: without what would steer a terminal.
+        self.name = "".join(letter if letter.isprintable() else "\ufffd" for letter in str(asked["name"]))
 
     def since(self, before: _Times | None) -> tuple[float, float]:
         """Its own CPU seconds and those of its ended children, since then; all, if it has begun since."""
         if before is None or before.began_s != self.began_s:
             return self.cpu_s, self.childrens_s
         return self.cpu_s - before.cpu_s, self.childrens_s - before.childrens_s
-
-
-def printable(name: str) -> str:
-    """A name that others chose, without what would steer a terminal."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in name)
 
 
 def _all_times() -> dict[int, _Times]:

@@ -49,14 +49,6 @@ class Cores:
 # ---------------------------------------------------------------- the ranks of a job
 
 
-@dataclass(frozen=True, slots=True)
-class Slowest:
-    """The rank that the others wait for in all-gathers, and for how long at least, in each step."""
-
-    rank: int
-    wait_s: float
-
-
 def waits_s(status: m.Status) -> tuple[float | None, ...]:
     """For each rank, how long it waits for others in all-gathers of a step; None unless all are known.
 
@@ -69,13 +61,16 @@ def waits_s(status: m.Status) -> tuple[float | None, ...]:
     return tuple(gather_s - min(known_s) for gather_s in known_s)
 
 
-def slowest(status: m.Status) -> Slowest | None:
-    """The slowest rank; None if the ranks wait for each other in turn, or hardly at all."""
+def slowest(status: m.Status) -> tuple[int, float] | None:
+    """The rank that the others wait for in all-gathers, and for how long at least, in each step.
+
+    None if the ranks wait for each other in turn, or hardly at all.
+    """
     ranked = sorted((wait_s, rank.rank) for wait_s, rank in zip(waits_s(status), status.ranks) if wait_s is not None)
     step_s = json.loads(status.record).get("step_s", 0.0)
     if len(ranked) < 2 or ranked[1][0] < MIN_WAIT * step_s:
         return None
-    return Slowest(ranked[0][1], ranked[1][0])
+    return ranked[0][1], ranked[1][0]
 
 
 def _ranks_json(status: m.Status) -> dict[str, Any]:
@@ -87,7 +82,7 @@ def _ranks_json(status: m.Status) -> dict[str, Any]:
         for rank, wait_s in zip(status.ranks, waits_s(status), strict=True)
     ]
     found = slowest(status)
-    return {"ranks": ranks, "slowest": None if found is None else asdict(found)}
+    return {"ranks": ranks, "slowest": found and dict(zip(("rank", "wait_s"), found))}
 
 
 def record_json(status: m.Status) -> str:
@@ -151,7 +146,7 @@ def asked_first(record: dict[str, Any]) -> list[str]:
 
 def waiting(status: m.Status) -> list[str]:
     found = slowest(status)
-    return [] if found is None else [f"rank {found.rank} is the slowest: the others wait {seconds(found.wait_s)}"]
+    return [] if found is None else [f"rank {found[0]} is the slowest: the others wait {seconds(found[1])}"]
 
 
 def training(record: dict[str, Any], asked: Collection[str] = ()) -> list[str]:

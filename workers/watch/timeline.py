@@ -12,11 +12,44 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from hytrain.errors import ConfigError
 from hytrain.run.trace import FILE, identity
 
+
+class Kind(NamedTuple):
+    """A kind of spans: how it is drawn, if it is, and the part of a bill of what is neither a stall nor beside a step.
+
+    `row`: it is the name of one. `style`: in pages/page.css. `label`: in legends. `mark`: the character of a trainer's
+    kinds in a terminal. `colour`: there, too.
+    """
+
+    row: str = ""
+    style: str = ""
+    label: str = ""
+    mark: str = ""
+    colour: str = ""
+    part: str = ""
+
+
+#: In the order of rows, and of legends.
+KINDS: Final = {
+    "forward": Kind("trainer", "forward", "forward", "▒", "blue", "computing"),
+    "backward": Kind("trainer", "backward", "backward", "█", "green", "computing"),
+    "micro-batches": Kind("trainer", "batches", "earlier micro-batches", "▓", "", "computing"),
+    "update": Kind("trainer", "gpu", "update on the GPU", "u", "magenta", "computing"),
+    "stall": Kind("trainer", "stall", "waits for weights or memory", "x", "red"),
+    "waits for all-gather": Kind("trainer", "ranks", "waits for other ranks", "=", "yellow", "ranks"),
+    "between steps": Kind("trainer", "outside", "the loop between steps", ".", "", "loop"),
+    "after backward": Kind(part="after"),
+    "step()": Kind(part="boundary"),
+    "D2H": Kind("gradients out", "copy", "copies"),
+    "CPU update": Kind("CPU update", "cpu", "update on the CPU", colour="yellow"),
+    "H2D": Kind("weights back", "copy", "copies"),
+    "visit": Kind("visits", "visit", "state visits the GPU", colour="magenta"),
+    "all-gather": Kind("all-gathers", "gather", "all-gather"),
+}
 #: (start, end)
 Interval = tuple[float, float]
 #: A larger file is for a viewer only: a page would need too much memory to read it.
