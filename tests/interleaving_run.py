@@ -181,7 +181,7 @@ class Run:
         queue.check()
         for layer in self.layers:
             layer.life.check()
-            is_owned = (layer.lid in queue.owned) == (layer.life.placement.updates == "cpu")
+            is_owned = (layer.lid in queue.banks) == (layer.life.placement.updates == "cpu")
             require(is_owned or self.world.handing[layer.lid], f"I3: layer {layer.lid} has two owners or none")
 
     def optimize(self) -> None:

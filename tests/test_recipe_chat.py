@@ -162,7 +162,7 @@ def test_a_template_is_saved_with_the_tokenizer(tmp_path: Path) -> None:
     for wanted, expected in (("chatml", chat.CHATML), (file, PLAIN), (None, PLAIN)):
         of = words("bytes", PLAIN)
         chat.set_template(of, wanted)  # type: ignore[arg-type]
-        of.save(tmp_path / "saved")
+        of.hf.save_pretrained(tmp_path / "saved")
         assert tokenizer.load(tmp_path / "saved").hf.chat_template == expected
     with pytest.raises(ConfigError, match=r"missing\.jinja can't be read"):
         chat.set_template(of, tmp_path / "missing.jinja")

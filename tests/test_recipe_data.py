@@ -78,7 +78,7 @@ def test_bytes_are_their_own_tokens(tmp_path: Path) -> None:
     everything = bytes(range(256))
     assert words.vocab_size == 256 and words.encode(everything).tolist() == list(everything)
     assert words.decode(words.encode(PROSE.encode())) == PROSE
-    words.save(tmp_path)
+    words.hf.save_pretrained(tmp_path)
     hf = AutoTokenizer.from_pretrained(tmp_path)
     assert hf(PROSE)["input_ids"] == list(PROSE.encode()) and hf.decode(list(PROSE.encode())) == PROSE
     assert tokenizer.load(tmp_path).encode(everything).dtype == torch.uint8
@@ -92,7 +92,7 @@ def test_bpe_is_trained_lossless_and_repeatable(tmp_path: Path, monkeypatch: pyt
     assert words.vocab_size == 300 and len(tokens) < len(PROSE.encode()) * 0.7
     assert words.decode(tokens) == PROSE
     assert torch.equal(tokens, again.encode(PROSE.encode()))
-    words.save(tmp_path)
+    words.hf.save_pretrained(tmp_path)
     assert torch.equal(tokenizer.load(tmp_path).encode(PROSE.encode()), tokens)
     assert AutoTokenizer.from_pretrained(tmp_path).decode(tokens.tolist()) == PROSE
 
@@ -100,8 +100,8 @@ def test_bpe_is_trained_lossless_and_repeatable(tmp_path: Path, monkeypatch: pyt
 def test_a_model_s_folder_brings_its_tokenizer(tmp_path: Path) -> None:
     """Another tokenizer would give the model's tokens another meaning."""
     bpe = tokenizer.build(config.Tokenizer(kind="bpe", vocab_size=300), None, PROSE.encode())
-    bpe.save(tmp_path / "bpe")
-    tokenizer.build(config.Tokenizer(), None, b"").save(tmp_path / "bytes")
+    bpe.hf.save_pretrained(tmp_path / "bpe")
+    tokenizer.build(config.Tokenizer(), None, b"").hf.save_pretrained(tmp_path / "bytes")
     expected = bpe.encode(PROSE.encode())
     assert torch.equal(tokenizer.build(config.Tokenizer(), tmp_path / "bpe", b"").encode(PROSE.encode()), expected)
     for stated in (config.Tokenizer(), config.Tokenizer(kind="bytes")):

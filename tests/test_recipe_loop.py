@@ -565,7 +565,7 @@ def test_an_interrupted_recipe_says_how_to_go_on(
         except Ended:
             raise ConfigError("model.config makes no working llama: cannot import a half of it") from None
 
-    monkeypatch.setattr(Ending, "listen", lambda self: None)
+    monkeypatch.setattr(trainer, "on_endings", lambda *signals: None)
     folder = runs.folder / "run"
     monkeypatch.setattr(sys, "argv", ["trainer", str(runs.recipe_file), "--run-dir", str(folder)])
     for said in (
@@ -657,7 +657,7 @@ def test_a_diverged_run_stops_and_keeps_the_last_good_checkpoint(
     resolved = folder / "recipe.yaml"
     resolved.write_text(config.dump(config.load(runs.recipe_file, options[1::2])))
     monkeypatch.setattr(sys, "argv", ["trainer", str(resolved), "--run-dir", str(folder)])
-    monkeypatch.setattr(Ending, "listen", lambda self: None)
+    monkeypatch.setattr(trainer, "on_endings", lambda *signals: None)
     train = loop.train
     monkeypatch.setattr(loop, "train", lambda *args, **named: train(*args, runs.optimizer, **named))
     assert trainer.main() == 3

@@ -115,7 +115,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing(event: Callable[[UpdateQu
     with pytest.raises(QueueError, match=reason):
         event(queue)
     queue.check()
-    assert queue.owned == {0, 1} and not queue.idle
+    assert queue.banks.keys() == {0, 1} and not queue.idle
     tile, _ = work(queue)
     assert (tile.lid, tile.start, tile.stop, queue.idle) == (1, 100, 200, True)
 

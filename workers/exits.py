@@ -31,9 +31,9 @@ ENDINGS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FOR_PROGRAMS: Final = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def on_endings(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Have this process's signals of `ENDINGS` handled. Under nohup, SIGHUP stays ignored."""
-    for number in ENDINGS:
+def on_endings(handler: Callable[[int, FrameType | None], None], *others: signal.Signals) -> None:
+    """Have this process's signals of `ENDINGS` handled, and others. Under nohup, SIGHUP stays ignored."""
+    for number in (*ENDINGS, *others):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
 
@@ -57,15 +57,10 @@ def printing() -> Iterator[None]:
         is_full = error.errno == errno.ENOSPC and error.filename is None
         if not (is_full or isinstance(error, BrokenPipeError)):
             raise
-        _print_nothing_more()
+        with suppress(OSError, ValueError):  # or else Python's flush at exit fails, too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if is_full:
             raise ConfigError(f"output: {error.strerror}") from None
-
-
-def _print_nothing_more() -> None:
-    """Or else Python's flush at exit fails, too."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def how_it_ended(returncode: int) -> str:

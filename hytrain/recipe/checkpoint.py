@@ -247,7 +247,7 @@ def _remove(path: Path) -> None:
 def _write_rest(partial: Path, tokenizer: TextTokenizer | None, state: _State) -> None:
     with manifest.writing(partial, Exception):  # tokenizers have no exception of their own
         if tokenizer is not None:
-            tokenizer.save(partial)
+            tokenizer.hf.save_pretrained(partial)
         (partial / STATE_FILE).write_text(json.dumps(state.model_dump(mode="json")))
 
 

@@ -9,14 +9,9 @@ alone can tell a second one from such copies, and kills this process then. `work
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
-
-#: Sent by batch systems, some of them as a warning that the time is up, by a terminal that closes, and by Ctrl-C.
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Ended(KeyboardInterrupt):
@@ -34,12 +29,6 @@ class Ending:
         self.number = 0
         self.at_once = False  # `Ended` was raised: code that it interrupted may have made another exception of it
         self._waits = False
-
-    def listen(self) -> None:
-        """From now on, signals come here. nohup's choice stays."""
-        for number in SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self.on_signal)
 
     def on_signal(self, number: int, frame: FrameType | None = None) -> None:
         """The handler. Raises Ended unless steps are trained, or a signal came before."""

@@ -47,9 +47,6 @@ class TextTokenizer:
         """The text of 1-D token numbers. Bytes that are not UTF-8 become replacement characters."""
         return str(self.hf.decode(tokens.tolist()))
 
-    def save(self, folder: Path) -> None:
-        self.hf.save_pretrained(folder)
-
 
 def given(wanted: config.Tokenizer, model: Path | None) -> TextTokenizer | None:
     """The recipe's tokenizer, or None for `bpe`, which has to be trained. `model` is the folder of its model, if any.

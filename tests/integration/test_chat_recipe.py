@@ -25,7 +25,7 @@ def overrides(tmp_path: Path) -> list[str]:
     """For a new model in the place of the demo's, in the same format, and for one epoch."""
     wanted, base = config.Model(config=LLAMA), tmp_path / "base"
     model.build(wanted, model.configuration(wanted, 256, 256), torch.device("cpu")).save_pretrained(base)
-    tokenizer.build(config.Tokenizer(), None, b"").save(base)
+    tokenizer.build(config.Tokenizer(), None, b"").hf.save_pretrained(base)
     train = ["train.epochs=1", "train.warmup_steps=1", "train.eval_batches=1", "train.grad_accumulation=2"]
     return [f"model.path={base}", "run.threads=1", *train, "sample.tokens=4", "optimizer.k=0.5"]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,25 +25,25 @@ class Gauges:
     """The readings of one machine."""
 
     def __init__(self, powercap: Path = POWERCAP) -> None:
-        self._nvml: Any = None
-        self._has_begun = False
         self._joules: dict[object, tuple[float, float]] = {}  # the last reading of each counter, and when it was
         zones = [
             path for path in sorted(powercap.glob("intel-rapl:*")) if read_text(path / "name").startswith("package")
         ]
         self._packages = [path for path in zones if _joules(path) is not None]  # AMD's have this name, too
 
-    def _begin(self) -> None:
-        self._has_begun = True
+    @cached_property
+    def _nvml(self) -> Any:
+        """The library, begun when the first GPU is asked about; None without it."""
         try:
             import pynvml
 
             pynvml.nvmlInit()
-            self._nvml = pynvml
+            return pynvml
         except ImportError:
             _log.info("power and use of the GPU are not recorded: pip install nvidia-ml-py")
         except Exception as error:  # the library's, of any kind
             _log.info("power and use of the GPU are not recorded: %s", error)
+        return None
 
     def read(self, gpus: Iterable[str], now_s: float) -> dict[str, dict[str, float]]:
         """For each GPU, its numbers and the host's, as records have them; "" is none. `now_s` is monotonic."""
@@ -50,8 +51,6 @@ class Gauges:
         return {gpu: {**self._of_gpu(gpu, now_s), **of_host} for gpu in set(gpus)}
 
     def _of_gpu(self, gpu: str, now_s: float) -> dict[str, float]:
-        if gpu and not self._has_begun:
-            self._begin()
         device = self._asked(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(gpu)) if gpu else None
         if device is None:
             return {}

@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 BLOCK_BYTES: Final = 1 << 16
 
@@ -41,7 +41,7 @@ class MetricsFile:
 
         Raises OSError if the disk is full. Then it counts as missing, and all lines in the file are whole.
         """
-        step = _step(line)
+        step = _of(line)
         if self._late and step <= max(self._late):
             self.write_late()  # into the lines that give way
         if self.missing:
@@ -49,13 +49,13 @@ class MetricsFile:
         self.missing += 1
         if self._last is None or step <= self._last:
             start, lines = self._since(step)
-            if lines and (ended_s := _time(line)) is not None and _time(lines[0]) == ended_s:
-                self._last = _step(lines[-1])
+            if lines and (ended_s := _of(line, "at_s")) < math.inf and _of(lines[0], "at_s") == ended_s:
+                self._last = _of(lines[-1])
                 self.missing -= 1
                 return
             if lines:
                 with self._replaced.open("ab") as replaced:
-                    replaced.writelines(whole for whole in lines if _step(whole) < math.inf)
+                    replaced.writelines(whole for whole in lines if _of(whole) < math.inf)
                 os.ftruncate(self._file, start)
                 self._end = start
         self._write(line.encode() + b"\n", self._end)
@@ -76,7 +76,7 @@ class MetricsFile:
         if not self._late:
             return []
         start, lines = self._since(min(self._late))
-        known = {_step(line): index for index, line in enumerate(lines)}
+        known = {_of(line): index for index, line in enumerate(lines)}
         amended = list(lines)
         for step, numbers in self._late.items():
             if (index := known.get(step)) is not None:
@@ -108,23 +108,15 @@ class MetricsFile:
             lines = os.pread(self._file, self._end - start, start).splitlines(keepends=True)
             if start:  # in the middle of a line
                 start += len(lines.pop(0))
-            earlier = next((n for n in range(len(lines), 0, -1) if _step(lines[n - 1]) < step), 0)
+            earlier = next((n for n in range(len(lines), 0, -1) if _of(lines[n - 1]) < step), 0)
             if earlier or size >= self._end:
                 return start + sum(map(len, lines[:earlier])), lines[earlier:]
             size *= 4
 
 
-def _time(line: str | bytes) -> Any:
-    """When a line's step ended; None for a line that is not whole."""
+def _of(line: str | bytes, name: str = "step") -> float:
+    """A number of a line; infinity for a line that is not whole."""
     try:
-        return json.loads(line)["at_s"]
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _step(line: str | bytes) -> float:
-    """A line's step; infinity for a line that is not whole."""
-    try:
-        return float(json.loads(line)["step"])
+        return float(json.loads(line)[name])
     except (ValueError, KeyError, TypeError):
         return math.inf

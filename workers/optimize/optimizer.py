@@ -192,7 +192,7 @@ class Session:
                 self._arenas.request(lid)
                 self._working_on = None
             case m.ReleasePlanes(lid=lid):
-                if lid in self._queue.owned:
+                if lid in self._queue.banks:
                     raise OwnershipError(f"the planes of layer {lid} are in use")
                 if lid in self._arenas:  # or else they were refused
                     self._arenas.release(lid)
@@ -205,7 +205,7 @@ class Session:
                 self._queue.counted(lid, counts)
             case m.GiveUp(lid=lid):
                 planned = self._planned(message, "gpu")
-                if lid in self._queue.owned:  # or else its state has visited the GPU
+                if lid in self._queue.banks:  # or else its state has visited the GPU
                     self._queue.give_up(lid)
                 if planned.state == "gpu":
                     self._arenas.release(lid)

@@ -105,10 +105,6 @@ class UpdateQueue:
         self.positions = [layer.position for layer in self.layers]
 
     @property
-    def owned(self) -> set[int]:
-        return set(self.banks)
-
-    @property
     def idle(self) -> bool:
         """Whether there is nothing to update now. Gradients may still wait for a verdict."""
         return not self._queued

@@ -12,6 +12,7 @@ import argparse
 import atexit
 import gc
 import logging
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from hytrain.extras import importing, needed
 from hytrain.recipe import config
 from hytrain.recipe.ending import Ended, Ending
 from hytrain.run.saved import BEGUN, FINISHED, mark, way_on
-from workers.exits import EXIT_DIVERGED, EXIT_SIGNAL, EXIT_USAGE, printing
+from workers.exits import EXIT_DIVERGED, EXIT_SIGNAL, EXIT_USAGE, on_endings, printing
 from workers.worker import worker_logging
 
 if TYPE_CHECKING:
@@ -49,9 +50,10 @@ def main() -> int:
     launch = torchrun()
     store = None if launch is None or launch.world == 1 else _join(launch)
     ending = Ending()
-    ending.listen()
+    on_endings(ending.on_signal, signal.SIGUSR1)  # which is a batch system's warning that the time is up
     try:
-        again = arguments.again or _was_here(launch)
+        folder = joined_cluster() if launch is not None else None  # torchrun may have started this rank again
+        again = arguments.again or (folder is not None and Path(folder, BEGUN).exists())
         recipe = config.load(arguments.recipe, ["train.resume=auto"] if again else [])
         if launch is None or launch.rank == 0:
             print("hytrain: importing torch and Transformers", file=sys.stderr, flush=True)
@@ -93,12 +95,6 @@ def _join(launch: Launch) -> Store:
     if launch.rank:
         logging.getLogger().setLevel(logging.ERROR)
     return parallel.start(launch)
-
-
-def _was_here(launch: Launch | None) -> bool:
-    """Whether torchrun has started this rank again, after one of these processes' trainers had begun to train."""
-    folder = joined_cluster()
-    return launch is not None and folder is not None and Path(folder, BEGUN).exists()
 
 
 if __name__ == "__main__":

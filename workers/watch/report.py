@@ -14,7 +14,6 @@ import base64
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -349,7 +348,3 @@ def _tr(cells: Iterable[str], *, head: str = "", more: str = "", words: Iterable
     first = f'<th scope="row">{escape(head)}</th>' if head else ""
     said = "".join(f'<td class="words">{escape(text)}</td>' for text in words)
     return f"<tr>{first}{''.join(f'<td>{cell}</td>' for cell in cells)}{more}{said}</tr>"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
