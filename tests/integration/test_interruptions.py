@@ -46,6 +46,7 @@ from hytrain.step.commit import Commit
 from hytrain.step.device import DeviceUpdates
 from hytrain.step.handover import Handover
 from hytrain.step.reads import Reads
+from protocol.channel import Network, Outbox
 
 
 def test_a_construction_that_was_interrupted_leaves_no_connection_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +70,26 @@ def test_a_construction_that_was_interrupted_leaves_no_connection_for_the_next(m
             assert opt.statistics().step == 2
     finally:
         run.close()
+
+
+def test_a_construction_that_was_interrupted_between_two_connections_closes_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or else ZeroMQ waits for the first one for ever, whenever Python frees its context."""
+    networks, connect = list[Network](), Network.outbox
+
+    def interrupt(self: Network, *arguments: Any, **options: Any) -> Outbox:
+        networks.append(self)
+        if len(networks) == 2:
+            raise KeyboardInterrupt
+        return connect(self, *arguments, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Network, "outbox", interrupt)
+        hytrain.AdamW(perceptron())
+    assert networks[0] is networks[1] and networks[0].context.closed
+    with adamw(perceptron()) as opt:
+        assert opt.statistics().step == 0
 
 
 def test_ctrl_c_comes_after_what_it_must_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
