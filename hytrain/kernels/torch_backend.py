@@ -162,7 +162,7 @@ class TorchBackend:
 
     def _step(self, master: Tensor, grads: Tensor, moments: Sequence[Tensor], scalars: Scalars) -> None:
         """The rule's step in place on fp32 tensors whose length is a multiple of `WIDTH`, or which are a tail."""
-        STEPS[scalars.kernel](master, grads, *moments, scalars=scalars)
+        _STEPS[scalars.kernel](master, grads, *moments, scalars=scalars)
 
 
 def _adamw(master: Tensor, grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Scalars) -> None:
@@ -199,8 +199,7 @@ def _muon_step(master: Tensor, orthogonal: Tensor, scalars: Scalars) -> None:
     master.mul_(decay).add_(orthogonal, alpha=neg_lr)
 
 
-#: On fp32 tensors, in place: torch's operators. Lion, which torch lacks, is as published.
-STEPS: Final[dict[str, Callable[..., None]]] = {
+_STEPS: Final[dict[str, Callable[..., None]]] = {
     "adamw": _adamw,
     "sgd": _sgd,
     "sgd_momentum": _sgd,
